@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from harness.claim import Case, Claim, Settings
+from harness.claim import Case, Claim, Settings, is_counted, is_timed
 from harness.command import main
 from harness.contenders import Counted, InOneProcess, OnWorkers
 from torch import Tensor
@@ -134,14 +134,6 @@ def memory_of_one(settings: Settings) -> int:
     return peak(by_one(settings))
 
 
-def is_memory(case: Case) -> bool:
-    return case.unit == "bytes"
-
-
-def is_timed(case: Case) -> bool:
-    return not is_memory(case)
-
-
 def cases() -> list[Case]:
     found = []
     sizes = [(1, 4096, False, 2), (1, 4096, True, 2), (8, 2048, False, 2), (8, 2048, True, 2)]
@@ -153,17 +145,7 @@ def cases() -> list[Case]:
         )
     for heads in (1, 8):
         settings = {"heads": heads, "length": 4096, "features": 64, "causal": False}
-        found.append(
-            Case(
-                f"memory of {heads} × 4096 × 64, 4 workers",
-                4,
-                settings,
-                aims={ALONE: None},
-                most=1,
-                unit="bytes",
-                rounds=1,
-            )
-        )
+        found.append(Case.counted(f"memory of {heads} × 4096 × 64, 4 workers", 4, settings))
     return found
 
 
@@ -176,10 +158,10 @@ CLAIM = Claim(
         InOneProcess(ALONE, by_one, covers=is_timed, threads=1),
         OnWorkers(GATHERED, by_gathering, covers=is_timed),
         OnWorkers("Tessel by a ring", by_ring, covers=is_timed),
-        Counted("Tessel", "attention", "memory_of_tessel", covers=is_memory),
-        Counted(ALONE, "attention", "memory_of_one", workers=1, covers=is_memory),
-        Counted(GATHERED, "attention", "memory_of_gathering", covers=is_memory),
-        Counted("Tessel by a ring", "attention", "memory_of_ring", covers=is_memory),
+        Counted("Tessel", "attention", "memory_of_tessel", covers=is_counted),
+        Counted(ALONE, "attention", "memory_of_one", workers=1, covers=is_counted),
+        Counted(GATHERED, "attention", "memory_of_gathering", covers=is_counted),
+        Counted("Tessel by a ring", "attention", "memory_of_ring", covers=is_counted),
     ],
     rounds=6,
     note="""float32, forward and backward. Memory is that of tensors that are alive at once on the

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import timeit
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +54,9 @@ def cases() -> list[Case]:
         seconds, most = (0.5, 8) if heavy else (0.3, 40)
         return Case(text, workers, settings, aims=aims, seconds=seconds, most=most)
 
-    others = dict(OTHERS)
-    if find_spec("deepinv") is None:
-        others.pop("plug-and-play iteration 256×256")
     return [
         *(of(name, n, "model", given) for n in (1, 2, 4) for name, given in MODELS.items()),
-        *(of(name, n, *given) for n in (1, 2, 4) for name, given in others.items()),
+        *(of(name, n, *given) for n in (1, 2, 4) for name, given in OTHERS.items()),
     ]
 
 

@@ -18,7 +18,6 @@ import torch
 import tessel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
-sys.path.insert(0, str(Path(__file__).parent))
 import models  # (the same models as in the tests)
 
 Step = Callable[[], object]
@@ -113,11 +112,48 @@ def fno(size: int) -> Step:
     return training(tessel.models.FNO(P, 1, 1, 8, 6, 2), x)
 
 
-def reconstruction(size: int) -> Step:
-    """A plug-and-play iteration of benchmarks/imaging.py; it needs deepinv."""
-    import imaging
+class Blur:
+    """A mean over a window of an image, across its borders."""
 
-    return imaging.by_parts(imaging.Problem(size, size // 4)).iterate
+    padding = "circular"
+
+    def __init__(self, width: int) -> None:
+        self.filter = torch.full((1, 1, width, width), width**-2.0)
+
+    def A(self, x: torch.Tensor) -> torch.Tensor:
+        edge = [self.filter.shape[-1] // 2] * 4
+        window = self.filter.expand(x.shape[1], 1, -1, -1)
+        padded = torch.nn.functional.pad(x, edge, mode="circular")
+        return torch.nn.functional.conv2d(padded, window, groups=x.shape[1])
+
+    A_adjoint = A  # windows are symmetric
+
+
+def reconstruction(size: int) -> Step:
+    """A plug-and-play iteration on an image in parts: four blurs, and a small denoiser."""
+    from tessel.imaging import DistributedContext, FactoryConfig, TilingConfig, make_distrib_bundle
+
+    shape, blurs = (1, 3, size, size), [Blur(width) for width in (3, 5, 7, 9)]
+    pairs = (3, 16), (16, 16), (16, 3)
+    layers = (torch.nn.Conv2d(m, n, 3, padding=1) for m, n in pairs)
+    denoiser = torch.nn.Sequential(*(each for layer in layers for each in (layer, torch.nn.ReLU())))
+    y = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    context = DistributedContext().__enter__()  # for as long as this process measures
+    bundle = make_distrib_bundle(
+        context,
+        factory_config=FactoryConfig(physics=blurs, measurements=[blur.A(y) for blur in blurs]),
+        signal_shape=shape,
+        prior=denoiser.requires_grad_(False),
+        tiling=TilingConfig(patch_size=size // 4, receptive_field_size=4),
+        partition=(tessel.world().size, 1),
+    )
+
+    def step() -> object:
+        with torch.no_grad():
+            x = bundle.signal.data
+            return bundle.prior.prox(x - 0.5 * bundle.data_fidelity.grad(x))
+
+    return step
 
 
 STEPS: dict[str, Callable[..., Step]] = {

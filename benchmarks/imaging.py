@@ -31,7 +31,7 @@ from typing import Any
 import resident
 import torch
 import torch.distributed as dist
-from harness.claim import Case, Claim, Settings, Turn
+from harness.claim import Case, Claim, Settings, Turn, is_timed
 from harness.command import parser, run
 from harness.contenders import Counted, InOneProcess, OnWorkers
 from torch import Tensor
@@ -307,14 +307,10 @@ def is_other(case: Case) -> bool:
     return not is_memory(case)
 
 
-def is_timed(case: Case) -> bool:
-    return case.unit == "s"
-
-
 def counted(what: str, size: int, workers: int, aims: dict[str, float]) -> Case:
     settings = {"size": size, "patch": 256}
     name = f"{what}: {size} × {size} RGB, {workers} workers"
-    return Case(name, workers, settings, aims, most=1, unit="bytes", rounds=1)
+    return Case.counted(name, workers, settings, aims)
 
 
 def timed(size: int, workers: int) -> Case:

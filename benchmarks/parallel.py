@@ -35,7 +35,7 @@ import resident
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from harness.claim import Case, Claim, Settings
+from harness.claim import Case, Claim, Settings, is_counted, is_timed
 from harness.command import parser, run
 from harness.contenders import BUILD, Counted, InOneProcess, OnWorkers
 from torch import Tensor, nn
@@ -337,16 +337,12 @@ def call_torch(settings: Settings) -> Callable[[], object]:
 # --- all of them
 
 
-def is_timed(case: Case) -> bool:
-    return case.unit == "s" and "model" in case.settings
+def is_step(case: Case) -> bool:
+    return is_timed(case) and not is_call(case)
 
 
-def is_timed_on_two(case: Case) -> bool:
-    return is_timed(case) and case.workers == 2
-
-
-def is_memory(case: Case) -> bool:
-    return case.unit == "bytes"
+def is_step_on_two(case: Case) -> bool:
+    return is_step(case) and case.workers == 2
 
 
 def is_call(case: Case) -> bool:
@@ -359,15 +355,8 @@ def step_case(name: str, settings: Settings, workers: int) -> Case:
 
 
 def memory_case(name: str, settings: Settings, workers: int) -> Case:
-    return Case(
-        f"memory: {name}, {workers} workers",
-        workers,
-        settings,
-        {DTENSOR: 1.0, SHARD: 1.0},
-        most=1,
-        unit="bytes",
-        rounds=1,
-    )
+    aims = {DTENSOR: 1.0, SHARD: 1.0}
+    return Case.counted(f"memory: {name}, {workers} workers", workers, settings, aims)
 
 
 def call_case(name: str, workers: int) -> Case:
@@ -387,7 +376,7 @@ def cases(every: bool) -> list[Case]:
 
 
 def claim(every: bool) -> Claim:
-    timed = OnWorkers("Tessel", time_tessel, split=True, covers=is_timed)
+    timed = OnWorkers("Tessel", time_tessel, split=True, covers=is_step)
     return Claim(
         "parallel",
         "a parallel pair of linear layers and a loss of 100,000 classes "
@@ -395,16 +384,16 @@ def claim(every: bool) -> Claim:
         cases(every),
         [
             timed,
-            OnWorkers(DTENSOR, time_dtensor, covers=is_timed, beside=timed),
-            TorchshardOnWorkers(SHARD, time_torchshard, covers=is_timed, beside=timed),
-            InOneProcess(THREADS, time_torch, covers=is_timed_on_two),
+            OnWorkers(DTENSOR, time_dtensor, covers=is_step, beside=timed),
+            TorchshardOnWorkers(SHARD, time_torchshard, covers=is_step, beside=timed),
+            InOneProcess(THREADS, time_torch, covers=is_step_on_two),
             OnWorkers("Tessel", call_tessel, covers=is_call),
             OnWorkers(DTENSOR, call_dtensor, covers=is_call),
             TorchshardOnWorkers(SHARD, call_torchshard, covers=is_call),
             OnWorkers("torch's own function", call_torch, covers=is_call),
-            Counted("Tessel", "parallel", "memory_of_tessel", covers=is_memory),
-            Counted(DTENSOR, "parallel", "memory_of_dtensor", covers=is_memory),
-            TorchshardCounted(SHARD, "parallel", "memory_of_torchshard", covers=is_memory),
+            Counted("Tessel", "parallel", "memory_of_tessel", covers=is_counted),
+            Counted(DTENSOR, "parallel", "memory_of_dtensor", covers=is_counted),
+            TorchshardCounted(SHARD, "parallel", "memory_of_torchshard", covers=is_counted),
         ],
         rounds=3,
         note="""Forward and backward, float32. torchshard 0.1.0 runs on this torch as it is and is

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import resident
 import torch
-from harness.claim import Case, Claim, Settings
+from harness.claim import Case, Claim, Settings, is_timed
 from harness.command import parser, run
 from harness.contenders import Counted, InOneProcess, OnWorkers
 from torch import Tensor, nn
@@ -148,10 +148,6 @@ def sent_of(settings: Settings) -> int:
     return traffic.bytes_sent
 
 
-def is_timed(case: Case) -> bool:
-    return case.unit == "s"
-
-
 def counts(function: str) -> Callable[[Case], bool]:
     return lambda case: case.settings.get("counted") == function
 
@@ -167,14 +163,8 @@ def timed_case(model: str, shape: list[int]) -> Case:
 
 
 def counted_case(what: str, function: str, model: str, shape: list[int], workers: int) -> Case:
-    return Case(
-        f"{what}: {named(model, shape)}, {workers} workers",
-        workers,
-        {"model": model, "shape": shape, "counted": function},
-        most=1,
-        unit="bytes",
-        rounds=1,
-    )
+    settings = {"model": model, "shape": shape, "counted": function}
+    return Case.counted(f"{what}: {named(model, shape)}, {workers} workers", workers, settings)
 
 
 def cases(large: bool) -> list[Case]:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from harness.claim import Case, Claim, Settings
+from harness.claim import Case, Claim, Settings, is_counted, is_timed
 from harness.command import main
 from harness.contenders import Counted, InOneProcess, OnWorkers
 from torch import Tensor, nn
@@ -147,14 +147,6 @@ def memory_of_one(settings: Settings) -> int:
     return peak(by_one(settings))
 
 
-def is_memory(case: Case) -> bool:
-    return case.unit == "bytes"
-
-
-def is_timed(case: Case) -> bool:
-    return not is_memory(case)
-
-
 def cases() -> list[Case]:
     found = []
     for name, (package, _, shape, _) in MODELS.items():
@@ -163,16 +155,7 @@ def cases() -> list[Case]:
         settings = {"model": name, "shape": shape}
         text = f"{name} {'×'.join(map(str, shape))}"
         timed = Case(f"{text}, 2 workers", 2, settings, aims={ALONE: 1 / 1.7}, seconds=1.0, most=2)
-        memory = Case(
-            f"memory of {text}, 2 workers",
-            2,
-            settings,
-            aims={ALONE: None},
-            most=1,
-            unit="bytes",
-            rounds=1,
-        )
-        found += [timed, memory]
+        found += [timed, Case.counted(f"memory of {text}, 2 workers", 2, settings)]
     return found
 
 
@@ -183,8 +166,8 @@ CLAIM = Claim(
     [
         OnWorkers("Tessel", by_tessel, covers=is_timed, split=True),
         InOneProcess(ALONE, by_one, covers=is_timed, threads=1),
-        Counted("Tessel", "zoo", "memory_of_tessel", covers=is_memory),
-        Counted(ALONE, "zoo", "memory_of_one", workers=1, covers=is_memory),
+        Counted("Tessel", "zoo", "memory_of_tessel", covers=is_counted),
+        Counted(ALONE, "zoo", "memory_of_one", workers=1, covers=is_counted),
     ],
     rounds=3,
     note="""float32; forward and backward, of the autoencoder decoding without gradients. Memory is

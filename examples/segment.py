@@ -1,7 +1,7 @@
 """Train a segmentation model on one volume that nobody has whole.
 
 A SwinUNETR of MONAI, in which nobody has thought of workers, learns to segment a volume in a file.
-Each worker maps the file, reads its box and nothing else, and trains on that:
+Each worker reads its box of the file and nothing else (`tessel.data`), and trains on that:
 `distribute_module(model, grid)`, then a plain training loop. Windows of attention, convolutions and
 norms reach across the boxes, so the losses are those of one process, which trains beside unless
 `--parts-only` says that the volume is too large for it.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import tessel
-from tessel import Layout, viz
+from tessel import data, viz
 from tessel.testing import count_memory, count_traffic
 
 CLASSES = 3
@@ -105,14 +105,11 @@ def volume(settings: Settings) -> Iterator[tuple[Path, Path]]:
         P.group.share_objects(None)  # it stays until everybody is done with it
 
 
-def read_box(path: Path, grid: tessel.Partition) -> tessel.Tensor:
-    """A volume in a file, of which this worker reads its box: (1, 1, height, width, depth)."""
-    mapped = np.load(path, mmap_mode="r")
-    layout = Layout.balanced(grid, (1, 1, *mapped.shape))
-    box = layout.box()
-    assert box is not None  # all workers are in the grid
-    own = np.array(mapped[tuple(slice(*interval) for interval in box[2:])])
-    return tessel.from_local(torch.from_numpy(own)[None, None], layout)
+def read_parts(files: tuple[Path, Path], grid: tessel.Partition) -> list[Tensor]:
+    """Values and labels, of which this worker reads its box: (1, 1, height, width, depth)."""
+    sources = tuple(data.FromArrays([path]) for path in files)
+    ((*volumes,),) = data.PartLoader(data.PartDataset(sources, grid))
+    return [each[:, None] for each in volumes]
 
 
 def segmenter(settings: Settings) -> Any:
@@ -165,7 +162,7 @@ def train_in_parts(files: tuple[Path, Path], settings: Settings) -> Trained:
     P = tessel.world()
     grid = P.create_cartesian_topology_partition([1, 1, P.size, 1, 1])
     model = tessel.nn.distribute_module(segmenter(settings), grid)
-    values, labels = (read_box(path, grid) for path in files)
+    values, labels = read_parts(files, grid)
     mine = train(model, values, labels, settings)
     told = P.group.share_objects((mine.peak[0], mine.sent[0]))
     peak, sent = ([pair[k] for pair in told] for k in range(2))

@@ -1,10 +1,12 @@
 """One pool of workers for the whole run, and a time limit for every test."""
 
 import faulthandler
+import gc
 import linecache
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -18,12 +20,13 @@ from tessel.testing.pool import WorkerPool
 
 # inductor would compile programs to see which vector instructions run, for half of a minute
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+gc.disable()  # until all is collected: of what imports make nothing is garbage
 torch.set_num_threads(1)  # of this process: tensors are small here, and more threads only wait
 
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
 # tensors of some functions, and with forward mode
 PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
-ALONE = ("launch", "transport")  # folders whose tests must have the machine for themselves,
+ALONE = ("launch", "transport")  # folders whose tests share the machine with one other at most,
 # but for these, of values alone
 BESIDE = (
     *("test_launchers", "test_message", "test_protocol", "test_sanitizers"),
@@ -37,7 +40,9 @@ LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter lim
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     """The workers of this run."""
     zoo = is_zoo(request.config)
-    with WorkerPool(timeout=60.0, threads=1, preload=(*PRELOAD, *ZOO * zoo)) as pool:
+    # Tests of a few files, which do not import deepinv, do not wait for all of this.
+    preload = [name for name in PRELOAD if name in sys.modules or "deepinv" in sys.modules]
+    with WorkerPool(timeout=60.0, threads=1, preload=(*preload, *ZOO * zoo)) as pool:
         if zoo:  # what these import takes minutes on a busy machine, which no test is to pay
             pool.run(os.getpid, nprocs=4, timeout=900)
         yield pool
@@ -72,16 +77,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=text)
 
 
+def share_out_cores() -> None:
+    """Keep the processes of this lane off the cores of the others.
+
+    Workers of two lanes would take all cores for theirs, and look again and again for what the
+    other lane keeps from them: nearly a third of the time of tests on two workers.
+    """
+    number, count = (
+        os.environ.get(f"PYTEST_XDIST_{name}", "") for name in ("WORKER", "WORKER_COUNT")
+    )
+    if number and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[int(number.removeprefix("gw")) :: int(count)]
+        os.sched_setaffinity(0, own or cores)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") != "alone":
+        share_out_cores()
     config.addinivalue_line("markers", f"limit(seconds): time limit of a test, else {LIMIT:g} s")
     config.addinivalue_line("markers", "slow: takes seconds, of processor time; not for --quick")
     config.addinivalue_line(
-        "markers", "alone: watches processes, memory or time; no other test runs beside it"
+        "markers", "alone: watches processes, memory or time; at most one other runs beside it"
     )
     config.addinivalue_line(
         "markers", "ends_workers: of the pool, whose imports are lost; runs last"
     )
     config.addinivalue_line("markers", "zoo: models of other packages; runs by `-m zoo` alone")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests and modules, which live until the end
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -26,6 +26,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("imaging",),
     ("interop",),
     ("testing",),
+    ("data",),
     ("models",),
     ("state",),
     ("nn",),
@@ -36,6 +37,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core",),  # the package itself: what others import of the kernel's modules
     ("core.halo", "core.shared"),
     ("core.move",),
+    ("core.hierarchy",),
     ("core.plan",),
     ("core.linop",),
     ("core.checksum",),
@@ -233,7 +235,7 @@ def test_gradients_that_are_no_adjoints() -> None:
     # `backward` of attributes.py is the method of a spread tensor, `vjp` that of a user's physics
     gradients -= {("attributes.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
     files = ("linop.py", "overlapped_linear.py", "tensor.py", "block_sum.py")
-    files = (*files, "blockwise_attention.py", "batch_norm.py")
+    files = (*files, "blockwise_attention.py", "batch_norm.py", "group_norm.py")
     assert gradients == {(file, "vjp") for file in files}
     # attributes.py has that of a spread tensor, which its user registers
     assert hooks == {"distributing.py", "attributes.py", "replicas.py"}

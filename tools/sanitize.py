@@ -86,16 +86,20 @@ def library(name: str) -> str:
 
 
 def run_tests(
-    name: str, chosen: Sequence[str], engine: Path = SOURCE / "engine.c", folder: Path = BUILD
+    names: Sequence[str],
+    chosen: Sequence[str],
+    engine: Path = SOURCE / "engine.c",
+    folder: Path = BUILD,
 ) -> subprocess.CompletedProcess[str]:
-    """The engine's tests with a sanitizer in the extension: how they ended, and what was said."""
-    package = folder / name / "tessel"
+    """The engine's tests with sanitizers in the extension: how they ended, and what was said."""
+    package = folder / "-".join(names) / "tessel"
     shutil.rmtree(package.parent, ignore_errors=True)
     shutil.copytree(ROOT / "src/tessel", package, symlinks=True)
     for stale in (package / "transport").glob("engine*.so"):
         stale.unlink()
     target = package / "transport/engine.abi3.so"
-    command = [*COMPILER, *COMMON, *SANITIZERS[name], "-shared", "-fPIC", *headers()]
+    options = [option for name in names for option in SANITIZERS[name]]
+    command = [*COMPILER, *COMMON, *options, "-shared", "-fPIC", *headers()]
     subprocess.run([*command, str(engine), "-o", str(target)], check=True)
     paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {
@@ -103,7 +107,7 @@ def run_tests(
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "TESSEL_ENGINE": "compiled",
     }
-    if name == "address":
+    if "address" in names:
         # It must be loaded before all else. It looks for C++'s `throw` when it starts, and ends the
         # process at the first exception if it was not there: Python itself does not load C++, torch
         # does so later. Python and torch keep what they have until the end, which is no leak.
@@ -132,17 +136,15 @@ def main() -> int:
                 failed.append("thread")
     else:
         print("thread: left out, the compiler does not have it")
-    for name, options in SANITIZERS.items():
-        if arguments.threads_only:
-            break
-        if not has(options[0]):
-            print(f"{name}: left out, the compiler does not have it")
-            continue
-        print(f"{name}: the engine's tests", flush=True)
-        done = run_tests(name, arguments.tests)
+    names = [name for name, options in SANITIZERS.items() if has(options[0])]
+    for name in SANITIZERS.keys() - names:
+        print(f"{name}: left out, the compiler does not have it")
+    if names and not arguments.threads_only:
+        print(f"{' and '.join(names)}: the engine's tests", flush=True)
+        done = run_tests(names, arguments.tests)
         print(done.stdout, flush=True)
         if done.returncode:
-            failed.append(name)
+            failed += names
     print(f"failed: {', '.join(failed)}" if failed else "all sanitizers are silent")
     return bool(failed)
 

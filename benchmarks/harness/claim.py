@@ -41,6 +41,27 @@ class Case:
     unit: str = "s"
     rounds: int | None = None
 
+    @classmethod
+    def counted(
+        cls,
+        name: str,
+        workers: int,
+        settings: Settings,
+        aims: Mapping[str, float | None] | None = None,
+    ) -> Case:
+        """One in which bytes are counted, and seconds are not measured: one sample is exact."""
+        return cls(name, workers, settings, aims or {}, most=1, unit="bytes", rounds=1)
+
+
+def is_timed(case: Case) -> bool:
+    """Whether seconds are measured."""
+    return case.unit == "s"
+
+
+def is_counted(case: Case) -> bool:
+    """Whether bytes are counted."""
+    return case.unit == "bytes"
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -147,7 +168,7 @@ def _measure_case(claim: Claim, case: Case, rounds: int) -> CaseResult:
 
 def _repeats(contender: Contender, case: Case) -> int:
     """How many samples fit a turn; the first turns, which are not counted, warm up too."""
-    if case.unit != "s":
+    if not is_timed(case):
         return case.most
     shortest = min(contender.turn(case, 1).samples) * case.calls
     if shortest < case.seconds:

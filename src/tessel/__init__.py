@@ -11,6 +11,7 @@ from typing import Any as _Any
 # First of all: the kernel imports `transport`, which imports `core.boxes`. If something imported
 # `transport` before, the kernel would find it half made.
 from tessel import core as core
+from tessel import data as data
 from tessel import distributed as distributed
 from tessel import imaging as imaging
 from tessel import interop as interop
@@ -25,6 +26,8 @@ from tessel.core.linop import LinearOperator as LinearOperator
 from tessel.core.move import Move as Move
 from tessel.core.partition import Partition as Partition
 from tessel.core.partition import world as world
+from tessel.data import load as load
+from tessel.data import save as save
 from tessel.distributed import get_parallel_dim as get_parallel_dim
 from tessel.distributed import register_parallel_attribute as register_parallel_attribute
 from tessel.distributed import register_parallel_dim as register_parallel_dim

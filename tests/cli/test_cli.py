@@ -397,6 +397,7 @@ HEALTHY = Facts(
     interfaces=("lo", "eth0"),
     gloo_interface=None,
     transport="shared memory",
+    between_hosts="Gloo",
     nvidia_driver=False,
     job_variables=(),
     launched=None,

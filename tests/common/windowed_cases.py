@@ -88,7 +88,7 @@ PEERS = [
 ]
 WIDE_PEER = Peer((1, 1, 3, 3, 2), (1, 5, 50, 50, 50), (5, 4, 3), (1, 1, 1), (3, 1, 2), (3, 3, 1))
 WIDE_POOL = replace(WIDE_PEER, padding=(1, 1, 1), dilation=1)
-BIG_PEER = Peer((1, 1, 1, 4), (10, 64, 150, 150), 7, 3, 2)
+BIG_PEER = Peer((1, 1, 1, 4), (2, 64, 150, 150), 7, 3, 2)
 
 
 def row(name: str, lengths: Sequence[int], *args: Any, **settings: Any) -> Case:

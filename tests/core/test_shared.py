@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 import tessel
 from parity import close, values
 from tessel import Layout
-from tessel.core.shared import Replicate, equalize, replicate, total
+from tessel.core.layout import Cut
+from tessel.core.move import Move
+from tessel.core.plan import LARGE
+from tessel.core.shared import Replicate, Sum, equalize, replicate, total
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -104,3 +108,58 @@ def test_workers_that_agreed_with_others_before_are_waited_for(
     for worker, (of_w, of_x) in enumerate(found):
         assert of_w == [2.0] * 3
         assert of_x == ([float(len(ranks))] * 2 if worker in ranks else [])
+
+
+def sum_in_two_steps() -> None:
+    """Two workers swap few values and sum many by halves; of one value some add nothing."""
+    world = tessel.world()
+    size, rank = world.size, world.rank or 0
+    grids = [((size,), (0,)), ((1, size), (1,)), *[((2, 2), (0,)), ((2, 2), (0, 1))] * (size == 4)]
+    for grid, axes in grids:
+        P = world.create_cartesian_topology_partition(list(grid))
+        place = P.index
+        assert place is not None
+        # along axes that are not summed workers have the same values
+        own = [place[axis] if axis in axes else 0 for axis in range(len(grid))]
+        for length in (0, 1, 2, 1001, LARGE + 3):
+            given = [
+                torch.sin(torch.arange(length, dtype=torch.float64) + 10.0 * sum(each))
+                for each in product(*(range(n) if a in axes else [0] for a, n in enumerate(grid)))
+            ]
+            x = torch.sin(torch.arange(length, dtype=torch.float64) + 10.0 * sum(own))
+            kept = x.clone()
+            wait = Sum(P, axes, length).start(x)
+            expected = given[0] + given[1]
+            for each in given[2:]:
+                expected += each
+            assert torch.equal(wait(), expected), (grid, axes, length, rank)  # to the last bit
+            assert torch.equal(x, kept)  # a gradient that others may read
+            assert torch.equal(Sum(P, axes, length).start(x, True)(), expected)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+def test_a_sum_in_two_steps_adds_in_the_order_of_the_workers(run: Run, nprocs: int) -> None:
+    run(sum_in_two_steps, nprocs=nprocs)
+
+
+def order_of_pieces() -> list[tuple[bool, list[int]]]:
+    """For halos of one and two of three rows: whether the output is filled, and by whom."""
+    P = tessel.world()
+    source = Layout.balanced(P, (3 * P.size,))
+    (cut,), found = source.cuts, []
+    for width in (1, 2):
+        reads = tuple((max(0, a - width), min(b + width, 3 * P.size)) for a, b in cut.intervals)
+        wide = replace(source, cuts=(Cut(cut.axes, reads),))
+        move = Move(wide, source)
+        (plan,) = move.route
+        found.append((plan.fills, [piece.peer for piece in plan.takes]))
+        y = move.apply(torch.ones(wide.local_shape))
+        own = range(*cut.intervals[P.rank or 0])
+        assert y.tolist() == [sum(a <= i < b for a, b in reads) for i in own]
+    return found
+
+
+def test_the_own_part_comes_first_and_nothing_is_cleared(run: Run) -> None:
+    """Of two rows, the middle one of the second worker is in the strips of both others."""
+    for each in zip(*run(order_of_pieces, nprocs=3), strict=True):
+        assert each == ((True, [0, 1]), (True, [1, 0, 2]), (True, [2, 1]))

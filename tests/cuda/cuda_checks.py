@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import parity
 import tessel
 from movements import MOVEMENTS, assert_close, case, me, mine
 from tessel import nn, transport
+from tessel.data import FromArray, PartDataset, PartLoader
 from tessel.models import FNO
 from tessel.operators import gradient
 from tessel.transport import wire
@@ -233,6 +235,26 @@ def check_fno() -> None:
         parity.close("gradient of a parameter", each.grad.cpu(), grad, 1e-9)
 
 
+def check_data() -> None:
+    """Parts that were read come to the GPU, by way of pinned memory or not; files take them."""
+    P = tessel.world()
+    grid = P.create_cartesian_topology_partition([1, P.size])
+    values = torch.arange(30.0).reshape(3, 10)
+    dataset = PartDataset(FromArray(values), grid)
+    for pins in (False, True):
+        loader = PartLoader(dataset, 2, pin_memory=pins, device="cuda")
+        found = list(loader)
+        assert all(x.local.is_cuda for x in found)
+        assert torch.equal(torch.cat([x.full() for x in found]).cpu(), values)
+        processes = PartLoader(dataset, pin_memory=pins, device="cuda", num_workers=1)
+        assert torch.equal(torch.cat([x.full() for x in processes]).cpu(), values)
+    folder = P.group.share_objects(tempfile.mkdtemp())[0]
+    for name in ("x.zarr", "x"):
+        tessel.save(found[0], f"{folder}/{name}")
+        again = tessel.load(f"{folder}/{name}", grid, device="cuda")
+        assert again.local.is_cuda and torch.equal(again.full().cpu(), values[:2])
+
+
 def check_everything() -> None:
     if dist.is_initialized():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -245,6 +267,7 @@ def check_everything() -> None:
     check_operators()
     check_sixteen_bits()
     check_fno()
+    check_data()
 
 
 def check_nccl_world_of_one(folder: str) -> None:

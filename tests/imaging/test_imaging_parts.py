@@ -746,7 +746,7 @@ def errors() -> list[str]:
 
     layout = spatial_layout((1, 1, 12, 10), (4, 1))
     blur = Blur(filter_of(3, 3), padding="circular")
-    parts = spread(layout, [blur])
+    parts, vignette = spread(layout, [blur]), spread(layout, [Vignette(torch.ones(10))])
     worker = layout.partition.rank
     x = layout.local_part(values(layout.shape, 1))
     wrong = x[..., :2, :] if worker == 2 else x
@@ -766,6 +766,8 @@ def errors() -> list[str]:
         raised(lambda: fidelity_of(parts, [x], [Odd()]).grad(x)),
         raised(lambda: parts.A(x.long() if worker == 1 else x)),
         raised(lambda: parts.A_adjoint([x.tolist() if worker == 1 else x])),
+        raised(lambda: parts.A(x > 0)),
+        raised(lambda: fidelity_of(vignette, [x.float() if worker == 1 else x], [L2()]).grad(x)),
         raised(lambda: parts.part_of(0, values((1, 1, 5, 5), 1))),
         raised(lambda: partition_physics(other, layout)),
         raised(lambda: partition_physics(blur, overlapping)),
@@ -787,6 +789,8 @@ EXPECTED = [
     "Odd is not of the form d(A(x), y)",
     "worker 1 expected tensors of floating point or complex numbers, got torch.int64",
     "worker 1 expected tensors of floating point or complex numbers, got list",
+    "expected tensors of floating point or complex numbers, got torch.bool",
+    "dtype differs between workers: torch.float64 on worker 0, torch.float32 on worker 1",
     "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
     "all workers must make the same calls",
     "needs an image in parts that lie one after the other",

@@ -68,10 +68,6 @@ def plain(width: int = 3, depth: int = 3) -> nn.Sequential:
     return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
 
 
-def grads_of(model: nn.Module) -> list[Tensor | None]:
-    return [each.grad for each in model.parameters()]
-
-
 def same_grads(spread: nn.Module, alone: nn.Module, tolerance: float = TOLERANCE) -> None:
     """Every parameter has the gradient of one process, and has none where that has none."""
     pairs = zip(spread.named_parameters(), alone.parameters(), strict=True)
@@ -353,10 +349,10 @@ def watch_order() -> list[str]:
     seen: list[str] = []
     start = shared.Sum.start
 
-    def watched(self: Any, x: Tensor) -> Callable[[], Tensor]:
+    def watched(self: Any, *given: Any) -> Callable[[], Tensor]:
         number = sum(each.startswith("sends") for each in seen)
         seen.append(f"sends {number}")
-        wait = start(self, x)
+        wait = start(self, *given)
 
         def landing() -> Tensor:
             seen.append(f"waits {number}")

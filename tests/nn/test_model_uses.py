@@ -570,8 +570,14 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 4])
-@pytest.mark.parametrize("check", CHECKS, ids=[each.__name__[6:] for each in CHECKS])
+@pytest.mark.parametrize(
+    ("check", "nprocs"),
+    [
+        pytest.param(each, nprocs, id=f"{each.__name__[6:]}-{nprocs}")
+        for each in CHECKS
+        for nprocs in ((1, 2) if each is check_exported else (1, 2, 4))  # each worker exports all
+    ],
+)
 def test_uses(run: Run, check: Callable[[], None], nprocs: int) -> None:
     run(check, nprocs=nprocs, timeout=60)
 

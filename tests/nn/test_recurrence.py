@@ -262,6 +262,7 @@ def check_packed() -> None:
                 model(Layout.balanced(line(axis), x.shape).local_part(x))
 
 
+@pytest.mark.slow
 def test_packed_sequences(run: Run) -> None:
     run(check_packed, nprocs=2, timeout=60)
 

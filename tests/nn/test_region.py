@@ -332,7 +332,7 @@ def cuts(draw: st.DrawFn, length: int, parts: int) -> Shape:
 
 @pytest.mark.slow
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("nprocs", [2, 3, 4])
+@pytest.mark.parametrize("nprocs", [3, 4])  # and grids of fewer workers
 def test_any_chain_is_exact(run: Run, nprocs: int) -> None:
     @by_draw
     @given(st.lists(chains(nprocs), min_size=BATCH, max_size=BATCH))

@@ -72,6 +72,7 @@ def test_random_trees_are_of_every_kind() -> None:
     assert any(len(leaves(spec)) > 6 for spec in trees)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", SPREAD)
 def test_random_trees_on_random_partitions(run: Run, nprocs: int) -> None:
     rng = Random(nprocs)

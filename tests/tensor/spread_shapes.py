@@ -29,10 +29,6 @@ def all_reshapes(x: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.reshape(shape) for shape in dict.fromkeys(factorizations(x.numel(), 3)))
 
 
-def complex_values(shape: Shape, number: int) -> Tensor:
-    return torch.complex(values(shape, 3 + number), values(shape, 13 + number))
-
-
 def places(shape: Shape, number: int) -> Tensor:
     """The tensor first, then indices up to its shortest dimension, negative ones not."""
     if not number:

@@ -41,11 +41,13 @@ def derived(x: Any, given: list[Tensor | None], running: list[Tensor] | None, wa
         weights = tessel.spread(weights, y.layout)
     loss = (y * weights).sum()
     if not wanted:
-        return [y], [], []
+        return [y], [], [], []
+    # without a graph: this gradient is the one that is written out
+    plain = torch.autograd.grad(loss, wanted, retain_graph=True)
     first = torch.autograd.grad(loss, wanted, create_graph=True)
     again = sum((each**2).sum() for each in first)
     second = torch.autograd.grad(again, wanted) if again.requires_grad else ()
-    return [y], first, second
+    return [y], plain, first, second
 
 
 def compare(grid: tuple[int, ...], shape: tuple[int, ...]) -> int:

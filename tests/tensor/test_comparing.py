@@ -390,6 +390,7 @@ def raised(function: Callable[[], Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_the_variable(checking: pytest.MonkeyPatch) -> None:
     assert tessel.launch(right, 2, timeout=60) == [132.0, 132.0]
     texts = tessel.launch(raised, 2, other_function, timeout=60)

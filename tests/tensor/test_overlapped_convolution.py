@@ -21,7 +21,7 @@ Run = Callable[..., list[Any]]
 ALWAYS = (0, 100.0)  # however small the parts and however large the share of the strips
 
 
-def fringe_of(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> Halo:
+def halo_of(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> Halo:
     P = tessel.world().create_cartesian_topology_partition(grid)
     source = Layout.balanced(P, shape)
     plan = overlapped_convolution.stripped(source, source, windows, *ALWAYS)
@@ -30,14 +30,14 @@ def fringe_of(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -
 
 
 def check_laws(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> None:
-    halo = fringe_of(grid, shape, *windows)
+    halo = halo_of(grid, shape, *windows)
     for dtype in (torch.float64, torch.complex128):
         check_adjoint(halo, dtype)
         check_gradient(halo, dtype)
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
-def test_a_fringe_keeps_the_laws(run: Run, nprocs: int) -> None:
+def test_a_halo_keeps_the_laws(run: Run, nprocs: int) -> None:
     wide, narrow = Window(5, before=2), Window(3, before=1)
     run(check_laws, (1, 1, nprocs), (2, 3, 5 * nprocs), wide, nprocs=nprocs)
     run(check_laws, (1, 1, nprocs // 2, 2), (1, 2, 9, 7), narrow, wide, nprocs=nprocs)
@@ -45,12 +45,12 @@ def test_a_fringe_keeps_the_laws(run: Run, nprocs: int) -> None:
 
 
 def travel_in_two_steps() -> None:
-    halo = fringe_of((1, 1, 2, 2), (1, 2, 8, 9), Window(3, before=1), Window(5, before=2))
+    halo = halo_of((1, 1, 2, 2), (1, 2, 8, 9), Window(3, before=1), Window(5, before=2))
     x = values(halo.domain.local_shape, 7 + (tessel.world().rank or 0)).requires_grad_()
     at_once = halo(x)
     halo = AsyncHalo(halo)
-    token = halo.start(x)
-    between = x * 2  # what is computed meanwhile
+    own, token = halo.start(x)
+    between = own * 2  # what is computed meanwhile
     landed = halo.wait(token)
     close("strips", landed, at_once)
     loss = landed.pow(3).sum()
@@ -62,7 +62,7 @@ def travel_in_two_steps() -> None:
     close("gradient of second order", second, other)
 
 
-def test_a_journey_is_a_fringe_in_two_steps(run: Run) -> None:
+def test_an_async_halo_is_a_halo_in_two_steps(run: Run) -> None:
     run(travel_in_two_steps, nprocs=4)
 
 

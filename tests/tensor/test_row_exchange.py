@@ -93,3 +93,24 @@ def test_sums_travel_once_for_each_row(run: Run, nprocs: int) -> None:
     # rows they write to each other, and which.
     said = nprocs * (nprocs - 1) * (1 + 2 * 8 + nprocs * 8)
     assert sum(asked) == (ROW + 8) * sum(crossing(nprocs)) + said
+
+
+def look_up_nothing() -> None:
+    world = tessel.world()
+    x = tessel.spread(torch.ones(0, 3), Layout.split(world, (0, 3), [0, None]))
+    whole = torch.zeros(2, dtype=torch.int64)
+    for index in (whole, tessel.spread(whole, world)):
+        with pytest.raises(
+            IndexError, match="index 0 is out of bounds for dimension 0 with size 0"
+        ):
+            x.index_select(0, index)
+        with pytest.raises(
+            IndexError, match="index 0 is out of bounds for dimension 0 with size 0"
+        ):
+            x.index_add(0, index, torch.ones(2, 3))
+        assert x.index_select(0, index[:0]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_dimension_of_length_0_has_no_rows(run: Run, nprocs: int) -> None:
+    run(look_up_nothing, nprocs=nprocs)

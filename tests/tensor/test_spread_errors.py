@@ -245,6 +245,7 @@ def test_bad_values_raise_on_every_worker(run: Run, name: str) -> None:
     assert len(set(said)) == 1
 
 
+@pytest.mark.slow
 def test_flex_attention_of_compilers() -> None:
     x = split(torch.ones(1, 2, 4, 8))
     with pytest.raises(Unsupported, match="in the place of flex_attention use torch"):

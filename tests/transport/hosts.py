@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import heapq
+import importlib.util
 import itertools
 import os
 import random
@@ -76,6 +77,44 @@ class Hosts:
                     )
                 )
 
+    def mpirun(self, program: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Let mpirun of Open MPI start a program on both hosts, over TCP.
+
+        Its daemon of the second host is started by an agent that enters the namespace, in the place
+        of ssh.
+        """
+        agent = self.folder / "agent"
+        agent.write_text(
+            "#!/bin/sh\nexport host=$1; shift\n" + _enter("$host", "hostname $host; $*")
+        )
+        agent.chmod(0o700)
+        network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
+        settings = {
+            "plm_rsh_agent": str(agent),
+            "btl": "tcp,vader,self",
+            "pml": "ob1",
+            "btl_tcp_if_include": network,
+            "oob_tcp_if_include": network,
+        }
+        words = [word for pair in settings.items() for word in ("--mca", *pair)]
+        places = ",".join(f"{name}:{PER_HOST}" for name in self.names)
+        env = {"OMP_NUM_THREADS": "1", "TESSEL_TIMEOUT": str(LIMIT), "MASTER_ADDR": ADDRESSES[0]}
+        env |= {"MASTER_PORT": str(PORT), "PYTHONPATH": os.pathsep.join(sys.path)} | more
+        passed = [word for name in env for word in ("-x", name)]
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--host", places, *words]
+        entered = _enter(self.names[0], f'hostname {self.names[0]}; exec "$@"')
+        with (self.folder / "output0").open("wb") as output:
+            self._started.append(
+                subprocess.Popen(
+                    ["sh", "-c", entered, "-", *command, "--bind-to", "none", *passed, *program],
+                    env=os.environ | env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            )
+        return self._started[-1]
+
     def wait_until_busy(self, seconds: float) -> None:
         """Until all workers are in the middle of their task."""
         deadline = time.monotonic() + seconds
@@ -123,6 +162,11 @@ class Hosts:
             self.cable.close()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _enter(host: str, script: str) -> str:
+    """A line of shell that runs a script, with the arguments of the line, on a host."""
+    return f'exec ip netns exec "{host}" unshare --uts sh -c \'{script}\' - "$@"\n'
 
 
 def ip(*words: str) -> None:
@@ -228,6 +272,17 @@ def why_not() -> str:
 
 
 @cache
+def why_no_mpi() -> str:
+    """Why there is no MPI here; empty if there is."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is needed"
+    if shutil.which("mpirun") is None:
+        return "mpirun is needed, of Open MPI"
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    return "" if "Open MPI" in said.stdout else "mpirun is not that of Open MPI"
+
+
+@cache
 def why_no_netem() -> str:
     """Why traffic cannot be shaped here; empty if it can."""
     if why_not():
@@ -261,8 +316,18 @@ def compare(folder: Path) -> None:
             y.square().sum().backward()
             expected = movement.gradients(everyones, lambda w, y: y.square().sum())
             assert_close(x.grad, mine(expected))
+    way = "MPI" if "PMIX_NAMESPACE" in os.environ and not why_no_mpi() else "Gloo"
+    assert tessel.transport.between_hosts().startswith(way), tessel.transport.between_hosts()
     large = torch.full((300_000,), float(me() + 1), dtype=torch.float64)
     assert torch.equal(tessel.nn.AllSumReduce(world, [0])(large), torch.full_like(large, 10.0))
+    for length, carriers in ((1000, (0, 2)), (300_000, range(WORKERS))):
+        whole = tessel.Layout.whole(world, (length,))
+        with tessel.testing.count_traffic() as traffic:
+            tessel.Move(whole, whole)(torch.ones(length))
+        # the sum of a host crosses once each way, by one worker or by all of them
+        crosses = 4 * length // len(carriers) * 2 if me() in carriers else 0
+        assert traffic.bytes_between_hosts == crosses, (length, traffic)
+        assert traffic.messages_between_hosts == (me() in carriers), (length, traffic)
     spread, whole = train(spread=True), train(spread=False)
     for got, expected in zip(spread, whole, strict=True):
         assert_close(got, expected, 1e-11)  # sums in another order, over five steps
@@ -311,13 +376,15 @@ def work(folder: Path) -> None:
 TASKS = {"compare": compare, "work": work}
 
 
-def _be_worker(task: str, rank: int, first: int, count: int, folder: Path) -> int:
-    os.environ |= {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(WORKERS),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank - first),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(count),
-    }
+def _be_worker(task: str, rank: int, first: int | None, folder: Path) -> int:
+    """Do a task, as the worker of a host, whose first is given, or as the one of mpirun."""
+    if first is not None:
+        os.environ |= {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": str(WORKERS),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank - first),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(PER_HOST),
+        }
     torch.set_num_threads(1)
     try:
         TASKS[task](folder)
@@ -336,7 +403,7 @@ def _be_host(task: str, first: int, count: int, folder: Path) -> int:
         if not child:
             code = 1
             try:
-                code = _be_worker(task, rank, first, count, folder)
+                code = _be_worker(task, rank, first, folder)
                 tessel.transport.leave()
             finally:
                 os._exit(code)
@@ -345,4 +412,10 @@ def _be_host(task: str, first: int, count: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[2] == "mpi":  # mpirun has told this worker its place
+        sys.exit(
+            _be_worker(
+                sys.argv[1], int(os.environ["OMPI_COMM_WORLD_RANK"]), None, Path(sys.argv[4])
+            )
+        )
     sys.exit(_be_host(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hosts import LIMIT, WORKERS, BadCable, Hosts, two_hosts, why_no_netem, why_not
+from hosts import LIMIT, WORKERS, BadCable, Hosts, two_hosts, why_no_mpi, why_no_netem, why_not
+from hosts import __file__ as hosts_program
 
 pytestmark = pytest.mark.slow
 SECONDS_TO_COMPARE = 100.0
@@ -26,6 +28,14 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 def test_two_hosts_compute_as_one_process(hosts: Hosts) -> None:
     hosts.start("compare")
     assert hosts.ends(SECONDS_TO_COMPARE) == [0, 0], hosts.outputs
+    assert hosts.said() == dict.fromkeys(range(WORKERS), "right")
+
+
+def test_two_hosts_compute_as_one_process_by_mpi(hosts: Hosts) -> None:
+    if why_no_mpi():
+        pytest.skip(why_no_mpi())
+    hosts.mpirun([sys.executable, hosts_program, "compare", "mpi", "", str(hosts.folder)], {})
+    assert hosts.ends(SECONDS_TO_COMPARE) == [0], hosts.outputs
     assert hosts.said() == dict.fromkeys(range(WORKERS), "right")
 
 

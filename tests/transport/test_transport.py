@@ -69,7 +69,7 @@ def with_unknown_transport() -> str:
 
 def test_an_unknown_transport_is_refused(run: Any) -> None:
     assert set(run(with_unknown_transport)) == {
-        "TESSEL_TRANSPORT must be one of shared, gloo, got 'pigeon'"
+        "TESSEL_TRANSPORT must be one of auto, shared, gloo, mpi, got 'pigeon'"
     }
 
 

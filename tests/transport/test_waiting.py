@@ -88,12 +88,6 @@ def exchange_the_order_of_backwards() -> None:
         each.backward()
 
 
-def skip_a_call() -> None:
-    if tessel.world().rank != LOST:
-        summed(torch.ones(3))
-    nn.Broadcast(tessel.world().create_partition_inclusive([0]), tessel.world())(torch.ones(3))
-
-
 def catch_in_an_operator() -> None:
     whole = Layout.whole(tessel.world(), (4,))
     move = Move(whole, whole)

@@ -7,20 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from entries import COLUMNS, QUARTERS, ROWS, THIRDS, ZooEntry, floats
-
-
-def model(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A model by its name; no weights are loaded."""
-
-    def make() -> nn.Module:
-        from deepinv import models
-
-        return getattr(models, name)(**settings)
-
-    return make
+from entries import COLUMNS, QUARTERS, ROWS, THIRDS, ZooEntry, floats, made_by
 
 
 def noisy(*shape: int, level: float | None = 0.1) -> Callable[[], tuple[Any, ...]]:
@@ -34,6 +23,7 @@ def picture_and_step() -> tuple[Tensor, Tensor]:
     return torch.randn(2, 5, 16, 12, generator=draw), torch.randn(2, 1, 16, 12, generator=draw)
 
 
+model = partial(made_by, "deepinv.models")
 RGB = {"in_channels": 3, "out_channels": 3}
 entry = partial(ZooEntry, "deepinv", train=(ROWS, THIRDS), eval=(QUARTERS, COLUMNS))
 

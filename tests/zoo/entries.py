@@ -149,6 +149,11 @@ def entries_of(package: str) -> list[ZooEntry]:
     return list(importlib.import_module(FILES[package]).ENTRIES)
 
 
+def made_by(module: str, name: str, /, *args: Any, **settings: Any) -> Callable[[], nn.Module]:
+    """Makes a model by the name of its class or function; its module is imported only then."""
+    return lambda: getattr(importlib.import_module(module), name)(*args, **settings)
+
+
 def floats(*shape: int, seed: int = 1) -> Callable[[], tuple[Tensor, ...]]:
     """An input of random numbers, such as a batch of pictures."""
     return lambda: (torch.randn(shape, generator=torch.Generator().manual_seed(seed)),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tessel
-from entries import ZooEntry
+from entries import ZooEntry, made_by
 from tessel import Layout
 
 NODES, EDGES, FEATURES = 37, 90, 6
@@ -36,13 +35,7 @@ def split_edges(inputs: tuple[Tensor, ...], P: tessel.Partition) -> tuple[Any, .
     return x, tessel.spread(edges, Layout.split(P, edges.shape, [None, 0]))
 
 
-def convolution(name: str, *args: Any, **settings: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        from torch_geometric import nn as geometric
-
-        return getattr(geometric, name)(*args, **settings)
-
-    return make
+convolution = partial(made_by, "torch_geometric.nn")
 
 
 def perceptron(width: int) -> nn.Module:

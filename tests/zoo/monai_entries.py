@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from torch import nn
-
-from entries import BEAMS, QUARTERS, ROWS, SLABS, ZooEntry, floats
-
-
-def model(name: str, *args: Any, **settings: Any) -> Callable[[], nn.Module]:
-    """A network by the name of its class."""
-
-    def make() -> nn.Module:
-        import monai.networks.nets as nets
-
-        return getattr(nets, name)(*args, **settings)
-
-    return make
-
+from entries import BEAMS, QUARTERS, ROWS, SLABS, ZooEntry, floats, made_by
 
 THIN = (1, 1, 1, 1, 3)
 entry = partial(ZooEntry, "monai", train=(SLABS,), eval=(BEAMS,))
 volumes = floats(1, 1, 16, 16, 16)
+model = partial(made_by, "monai.networks.nets")
 pair = {"in_channels": 1, "out_channels": 2}
+swin = partial(model, "SwinUNETR", 1, 2, feature_size=12, window_size=3)
+vit = {"hidden_size": 24, "mlp_dim": 48, "num_layers": 2, "num_heads": 2}
 
 ENTRIES = [
     entry(
@@ -116,29 +103,13 @@ ENTRIES = [
     ),
     entry(
         "SwinUNETR",
-        model(
-            "SwinUNETR",
-            1,
-            2,
-            depths=(2, 1, 1, 1),
-            num_heads=(1, 2, 2, 2),
-            feature_size=12,
-            window_size=3,
-        ),
+        swin(depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 2)),
         floats(1, 1, 64, 32, 32),
         limit=240,
     ),
     entry(
         "SwinUNETR, more parts",
-        model(
-            "SwinUNETR",
-            1,
-            2,
-            depths=(1, 1, 1, 1),
-            num_heads=(1, 1, 2, 2),
-            feature_size=12,
-            window_size=3,
-        ),
+        swin(depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
         floats(1, 1, 64, 64, 32),
         train=(),
         eval=((1, 1, 2, 2, 1), (1, 1, 3, 1, 1)),
@@ -146,17 +117,7 @@ ENTRIES = [
     ),
     entry(
         "SwinUNETR V2, 2-D",
-        model(
-            "SwinUNETR",
-            1,
-            2,
-            depths=(2, 2, 1, 1),
-            num_heads=(1, 2, 2, 2),
-            feature_size=12,
-            window_size=3,
-            use_v2=True,
-            spatial_dims=2,
-        ),
+        swin(depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 2), use_v2=True, spatial_dims=2),
         floats(1, 1, 64, 64),
         train=(ROWS,),
         eval=(QUARTERS,),
@@ -169,34 +130,10 @@ ENTRIES = [
     ),
     entry(
         "ViT",
-        model(
-            "ViT",
-            1,
-            (16, 16, 16),
-            (4, 4, 4),
-            hidden_size=24,
-            mlp_dim=48,
-            num_layers=2,
-            num_heads=2,
-            classification=True,
-            num_classes=3,
-        ),
+        model("ViT", 1, (16, 16, 16), (4, 4, 4), **vit, classification=True, num_classes=3),
         volumes,
     ),
-    entry(
-        "ViTAutoEnc",
-        model(
-            "ViTAutoEnc",
-            1,
-            (16, 16, 16),
-            (4, 4, 4),
-            hidden_size=24,
-            mlp_dim=48,
-            num_layers=2,
-            num_heads=2,
-        ),
-        volumes,
-    ),
+    entry("ViTAutoEnc", model("ViTAutoEnc", 1, (16, 16, 16), (4, 4, 4), **vit), volumes),
     entry(
         "DenseNet",
         model("DenseNet", 3, **pair, init_features=8, growth_rate=4, block_config=(2, 2)),

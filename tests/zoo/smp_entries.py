@@ -8,20 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from entries import COLUMNS, THIRDS, ZooEntry, floats
+from entries import COLUMNS, THIRDS, ZooEntry, floats, made_by
 
 
 def model(
     name: str, encoder: str = "tu-mobilenetv3_small_050", **settings: Any
 ) -> Callable[[], nn.Module]:
     """A model by the name of its class; no weights are loaded."""
-
-    def make() -> nn.Module:
-        import segmentation_models_pytorch as smp
-
-        return getattr(smp, name)(encoder, encoder_weights=None, classes=3, **settings)
-
-    return make
+    package = "segmentation_models_pytorch"
+    return made_by(package, name, encoder, encoder_weights=None, classes=3, **settings)
 
 
 entry = partial(ZooEntry, "segmentation_models_pytorch")

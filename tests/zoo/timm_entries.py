@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from entries import COLUMNS, QUARTERS, ROWS, SAMPLES, THIRDS, ZooEntry, floats
+from entries import COLUMNS, QUARTERS, ROWS, SAMPLES, THIRDS, ZooEntry, floats, made_by
 
 
 def model(name: str, **settings: Any) -> Callable[[], nn.Module]:
     """A model by its name; no weights are loaded."""
-
-    def make() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, pretrained=False, num_classes=5, **settings)
-
-    return make
+    return made_by("timm", "create_model", name, pretrained=False, num_classes=5, **settings)
 
 
 def of_class(place: str, *args: Any, **settings: Any) -> Callable[[], nn.Module]:
     """A model by its class, for those whose names fix all sizes."""
-
-    def make() -> nn.Module:
-        module, name = place.split(".")
-        found = importlib.import_module(f"timm.models.{module}")
-        return getattr(found, name)(*args, num_classes=5, **settings)
-
-    return make
+    module, name = place.split(".")
+    return made_by(f"timm.models.{module}", name, *args, num_classes=5, **settings)
 
 
 def nfnet() -> nn.Module:
@@ -72,8 +60,10 @@ def tf_efficientnet() -> nn.Module:
 
 entry = partial(ZooEntry, "timm")
 pictures, small = floats(4, 3, 64, 64), floats(2, 3, 32, 32)
+two = floats(2, 3, 64, 64)
 # of transformers with one resolution, and with several
 one = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+stages = {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 3, 4)}
 windows = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
 
 ENTRIES = [
@@ -113,7 +103,7 @@ ENTRIES = [
             parallel_depth=1,
             num_heads=8,
         ),
-        floats(2, 3, 64, 64),
+        two,
     ),
     entry(  # in evaluation mode it keeps a graph from call to call, and raises in one process, too
         "levit_128s",
@@ -125,7 +115,7 @@ ENTRIES = [
             depth=(1, 1, 1),
             num_heads=(2, 3, 4),
         ),
-        floats(4, 3, 64, 64),
+        pictures,
         train=(ROWS, THIRDS),
         eval=(),
     ),
@@ -183,7 +173,7 @@ ENTRIES = [
             stem_type="fixed",
             bottle_ratio=1.0,
         ),
-        floats(2, 3, 64, 64),
+        two,
     ),
     entry("NormFreeNet", nfnet, pictures),
     entry("EfficientNet, same padding", tf_efficientnet, floats(4, 3, 63, 61)),
@@ -191,29 +181,22 @@ ENTRIES = [
     entry("mobilenetv4_conv_small_050", model("mobilenetv4_conv_small_050"), pictures, eval=()),
     entry("regnety_002", model("regnety_002"), pictures, eval=()),
     entry("ghostnet_050", model("ghostnet_050"), pictures, train=(THIRDS,), eval=()),
-    entry("repvgg_a0", model("repvgg_a0"), floats(2, 3, 32, 32), eval=()),
-    entry("mobilevit_xxs", model("mobilevit_xxs"), floats(4, 3, 64, 64), eval=()),
+    entry("repvgg_a0", model("repvgg_a0"), small, eval=()),
+    entry("mobilevit_xxs", model("mobilevit_xxs"), pictures, eval=()),
     entry(
         "pvt_v2_b0",
-        model("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 3, 4)),
-        floats(2, 3, 64, 64),
+        model("pvt_v2_b0", **stages),
+        two,
     ),
     entry(
         "twins_svt_small",
-        model(
-            "twins_svt_small",
-            img_size=64,
-            depths=(1, 1, 1, 1),
-            embed_dims=(8, 16, 24, 32),
-            num_heads=(1, 2, 3, 4),
-            wss=(4, 4, 4, 2),
-        ),
-        floats(2, 3, 64, 64),
+        model("twins_svt_small", img_size=64, **stages, wss=(4, 4, 4, 2)),
+        two,
     ),
     entry(
         "pit_ti_224",
         model("pit_ti_224", img_size=64, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 2, 2)),
-        floats(2, 3, 64, 64),
+        two,
     ),
     entry(
         "sequencer2d_s",
@@ -224,9 +207,9 @@ ENTRIES = [
             hidden_sizes=(4, 4, 4, 4),
             img_size=64,
         ),
-        floats(2, 3, 64, 64),
+        two,
     ),
-    entry("hrnet_w18_small", model("hrnet_w18_small"), floats(2, 3, 64, 64), eval=()),
+    entry("hrnet_w18_small", model("hrnet_w18_small"), two, eval=()),
     entry(
         "FocalNet",
         of_class(
@@ -236,12 +219,12 @@ ENTRIES = [
             focal_levels=(2, 2),
             focal_windows=(3, 3),
         ),
-        floats(2, 3, 64, 64),
+        two,
     ),
     entry(
         "edgenext_xx_small",
         model("edgenext_xx_small", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), heads=(2, 2, 2, 2)),
-        floats(2, 3, 64, 64),
+        two,
     ),
     entry(
         "FastVit",

@@ -9,18 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entries import BEAMS, COLUMNS, QUARTERS, ROWS, SAMPLES, SLABS, THIRDS, ZooEntry, floats
+from entries import (
+    BEAMS,
+    COLUMNS,
+    QUARTERS,
+    ROWS,
+    SAMPLES,
+    SLABS,
+    THIRDS,
+    ZooEntry,
+    floats,
+    made_by,
+)
 
 
 def model(name: str, **settings: Any) -> Callable[[], nn.Module]:
     """A model by its name; no weights are loaded."""
-
-    def make() -> nn.Module:
-        from torchvision.models import get_model
-
-        return get_model(name, weights=None, **settings)
-
-    return make
+    return made_by("torchvision.models", "get_model", name, weights=None, **settings)
 
 
 def resnet(block: str, **settings: Any) -> nn.Module:

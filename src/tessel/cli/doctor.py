@@ -125,6 +125,7 @@ def facts_table(facts: Facts) -> Table:
         "threads": threads + (facts.omp_num_threads or "not set"),
         "memory": num_bytes(facts.memory) + (f", {num_bytes(free)} available" if free else ""),
         "on one host": f"tensors move by {facts.transport}",
+        "between hosts": f"CPU tensors move by {facts.between_hosts}",
         "/dev/shm": num_bytes(shared) if shared is not None else "none",
         "open files": f"{facts.open_files} per process",
         "host": f"{facts.hostname} ({facts.host_address or 'does not resolve'})",

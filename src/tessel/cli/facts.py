@@ -42,6 +42,7 @@ class Facts:
     interfaces: tuple[str, ...]
     gloo_interface: str | None
     transport: str
+    between_hosts: str
     nvidia_driver: bool
     job_variables: tuple[str, ...]
     launched: str | None
@@ -70,8 +71,10 @@ def gather_facts() -> Facts:
     except PackageNotFoundError:
         matplotlib = None
     launched = launch_problem = None
+    between_hosts = "Gloo"
     try:
         launched = transport.launched_as()
+        between_hosts = transport.between_hosts()
     except ValueError as error:
         launch_problem = str(error)
     engine = f"{'with' if transport.has_engine() else 'without'} the compiled engine"
@@ -101,6 +104,7 @@ def gather_facts() -> Facts:
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
         transport=moves_by,
+        between_hosts=between_hosts,
         nvidia_driver=shutil.which("nvidia-smi") is not None,
         job_variables=tuple(v for v in ("RANK", "WORLD_SIZE") if v in os.environ),
         launched=launched,

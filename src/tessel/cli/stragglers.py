@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 TICK = 0.2  # seconds between two looks
@@ -42,7 +41,11 @@ class Stragglers(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(TICK):
-            for pid in _children():
+            children = list[str]()
+            for path in Path("/proc/self/task").glob("*/children"):
+                with contextlib.suppress(OSError):  # of a thread that has ended
+                    children += path.read_text().split()
+            for pid in map(int, children):
                 with contextlib.suppress(OSError, ValueError, KeyError):  # it may have ended
                     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
                     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
@@ -56,10 +59,3 @@ class Stragglers(threading.Thread):
                     if time.monotonic() - since > PATIENCE:
                         self.killed.add(pid)
                         os.kill(pid, signal.SIGKILL)
-
-
-def _children() -> Iterator[int]:
-    """The children of this process, where the system lists them."""
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            yield from map(int, path.read_text().split())

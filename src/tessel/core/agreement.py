@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -143,6 +143,7 @@ class Agreement(Generic[T]):
     givers: Collection[int]
     conclude: Conclusion[T]
     identity: str = ""
+    compiled: dict[Signature, T] = field(default_factory=dict)  # of calls in compiled code
     _known: dict[bytes, T] = field(default_factory=dict)
     _said: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
 
@@ -170,11 +171,7 @@ class Agreement(Generic[T]):
         return conclusion
 
     def _packed(self, x: Tensor | Signature) -> bytes:
-        return packed_words([self._code, *Signature.of(x).words()])
-
-    @cached_property
-    def _code(self) -> int:
-        return code_of(self.identity or self.label)
+        return packed_words([code_of(self.identity or self.label), *Signature.of(x).words()])
 
 
 class Heard(NamedTuple):

@@ -165,6 +165,16 @@ def volume(box: Box) -> int:
     return math.prod(extent(box))
 
 
+def common_volume(a: Box, b: Box) -> int:
+    """The number of indices that two boxes share.
+
+    >>> common_volume(((0, 5), (0, 2)), ((3, 9), (1, 2)))
+    2
+    """
+    pairs = zip(a, b, strict=True)
+    return math.prod(max(0, min(p[1], q[1]) - max(p[0], q[0])) for p, q in pairs)
+
+
 def within(part: Box, box: Box) -> Region:
     """Where `part` lies in a tensor that stores `box`.
 

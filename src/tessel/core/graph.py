@@ -1,29 +1,192 @@
-"""How a compiler sees this library: operators are opaque nodes of its graph, layers not at all."""
+"""How a compiler sees this library: operators are opaque nodes of its graph.
+
+A layer or a converted model is traced once, by all workers together, on tensors without values:
+what it computes with parts is in the graph then, and its movements are nodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tessel.core.handles import object_of
+from tessel import transport
+from tessel.core.context import setting
+from tessel.core.handles import constant_in_graphs, object_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @torch.library.custom_op("tessel::apply", mutates_args=())
 def node(x: Tensor, handle: str) -> Tensor:
-    """Apply the operator of this handle."""
-    return object_of(handle)._apply(x)
+    """Apply the operator of this handle, whose messages carry the number behind it, if any."""
+    name, _, number = handle.partition("#")
+    if not number:
+        return object_of(name)._apply(x)
+    with transport.tagged(int(number)):
+        return object_of(name)._apply(x)
+
+
+# Others wait for a worker also where it does not need what comes, as one with an empty part.
+torch.fx.node.has_side_effect(torch.ops.tessel.apply.default)
 
 
 @node.register_fake
 def _(x: Tensor, handle: str) -> Tensor:
-    return x.new_empty(object_of(handle).codomain.local_shape)
+    return x.new_empty(object_of(handle.partition("#")[0]).codomain.local_shape)
+
+
+class Trace:
+    """The movements of a call that is traced, in their order, and of its backward pass.
+
+    A compiler may put nodes that do not depend on each other into another order, and workers whose
+    parts differ need not get the same one. So each has a number, which its messages carry.
+    """
+
+    def __init__(self) -> None:
+        self.operators: list[Any] = []  # which live as long as the graph that names them
+
+    def node(self, x: Tensor, operator: Any) -> Tensor:
+        """The operator as the next node."""
+        self.operators.append(operator)
+        return node(x, f"{operator.handle}#{len(self.operators)}")
+
+
+current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
+
+
+def placed(x: Tensor, operator: Any) -> Tensor:
+    """The result of an operator as a node of the graph that is made now."""
+    if torch.compiler.is_dynamo_compiling():  # a movement by itself; it cannot look into contexts
+        return node(x, operator.handle)
+    trace = current_trace.get()
+    return node(x, operator.handle) if trace is None else trace.node(x, operator)
+
+
+@contextmanager
+def outside_of_graphs() -> Iterator[None]:
+    """What is done here is no part of a graph that is traced: tensors have values."""
+    with _disable_current_modes():
+        yield
+
+
+class NoDrawing(TorchDispatchMode):
+    """Raise for random numbers: each worker would draw its own when compiled code runs."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = {each.name: each.default_value for each in func._schema.arguments}
+            given |= dict(zip(given, args, strict=False)) | kwargs
+            # a dropout of nothing, also that of attention, draws nothing
+            if given.get("dropout_p", given.get("p")) != 0.0:
+                raise NotImplementedError(f"{func}: {NO_DRAWING_IN_GRAPHS}")
+        return func(*args, **kwargs)
+
+
+NO_DRAWING_IN_GRAPHS = (
+    "a layer or a converted model that draws random numbers cannot be compiled: their seeds come "
+    "from the host at each call. Compile it in eval mode, or leave it as it is"
+)
+
+
+def settings_in(module: torch.nn.Module) -> list[Any]:
+    """The plain attributes and the hooks of a module and all in it, which a graph cannot see."""
+    found: list[Any] = []
+    for each in module.modules():
+        for name, value in each.__dict__.items():
+            kind = type(value)
+            if kind in _PLAIN or (kind is tuple and all(type(part) in _PLAIN for part in value)):
+                found.append((name, value))
+            elif name.endswith("_hooks") and value:
+                found.append((name, tuple(value)))
+    return found
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def in_graphs(holder: str = "") -> Callable[[F], F]:
+    """Let compilers have in their graph what a method computes with parts.
+
+    Dynamo puts a call of the method into its graph without a look at it, and what makes the graph
+    of autograd runs it, on tensors without values. Parameters and buffers are arguments then.
+
+    Args:
+        holder: the attribute with the module whose parameters it uses; by default its own object.
+    """
+
+    def decorate(method: F) -> F:
+        name = method.__name__
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_dynamo_compiling():
+                return method(self, *args, **kwargs)
+            if not self.can_be_traced(*args, **kwargs):
+                return torch.compiler.disable(method)(self, *args, **kwargs)
+            module = getattr(self, holder) if holder else self
+            _be_ready()
+            # a graph is that of a mode: it is made anew when one of these changes
+            modes = [each.training for each in module.modules()]
+            names, values = [], []
+            for key, value in module.named_parameters():
+                names.append(key)
+                values.append(value)
+            for key, value in module.named_buffers():
+                names.append(key)
+                values.append(value)
+            return _called[0](self.handle, name, holder, modes, names, values, args, kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
+_called: list[Callable[..., Any]] = []  # what runs a method in a graph, when a compiler is there
+
+
+@constant_in_graphs
+def _be_ready() -> bool:
+    # not before: the compiler takes as long to import as torch
+    if not _called:
+        _called.append(torch._dynamo.nonstrict_trace(_run))
+    return True
+
+
+def _run(
+    handle: str,
+    name: str,
+    holder: str,
+    modes: list[bool],
+    names: list[str],
+    values: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a method with these tensors in the places of the module's own."""
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    caller = object_of(handle)
+    module = getattr(caller, holder) if holder else caller
+    given = dict(zip(names, values, strict=True))
+    with _reparametrize_module(module, given, tie_weights=True):
+        if not torch.compiler.is_compiling():  # a backend that runs what Dynamo gives it
+            return getattr(caller, name)(*args, **kwargs)
+        trace = Trace()
+        caller.__dict__.setdefault("_traces", []).append(trace)
+        alone = transport.num_workers() == 1
+        with setting(current_trace, trace), nullcontext() if alone else NoDrawing():
+            return getattr(caller, name)(*args, **kwargs)
 
 
 def eagerly(function: F) -> F:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import torch
 from torch import Tensor
 
 from tessel import transport
 from tessel.core import boxes
 from tessel.core.boxes import Box, Region
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import LinearOperator, record
+from tessel.core.linop import LinearOperator, in_transform, record, record_several
 from tessel.core.plan import Plan, plan
 from tessel.transport import ReceiveBuffer, SendBuffer
 
@@ -112,10 +113,13 @@ class Halo(LinearOperator):
         return self._swap(sends, {piece.peer: piece.shape for piece in self._plan.gives}, y)
 
     def finish_adjoint(self, arrived: Parts, like: Tensor) -> Tensor:
-        """Add what came to where it belongs."""
+        """What came, where it belongs, and zeros elsewhere."""
+        return self.add_arrived(arrived, like.new_zeros(self.domain.local_shape))
+
+    def add_arrived(self, arrived: Parts, x: Tensor) -> Tensor:
+        """Add what came to where it belongs, in place."""
         # Added, not copied: the strips of two workers may hold the same index. And in the order of
         # the plan, whoever answers first, so that sums are the same in every run.
-        x = like.new_zeros(self.domain.local_shape)
         for piece in self._plan.gives:
             x[piece.region].add_(arrived[piece.peer])
         return x
@@ -166,9 +170,17 @@ class AsyncHalo:
     def __init__(self, halo: Halo) -> None:
         self._start = _StartHalo(halo, deque(), deque())
 
-    def start(self, x: Tensor) -> Tensor:
-        """Send; the result stands for what is on its way."""
-        return record(self._start, x, False)
+    def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Send; x, for one use meanwhile, and a token for what is on its way.
+
+        What comes back in a backward pass is added to the gradient of this use where it lies. So
+        the gradient must be made for it, as that of a convolution is.
+        """
+        if in_transform() or torch.compiler.is_compiling():
+            return x, record(self._start, x, False)
+        own, token = record_several(_SendHalo(self._start, x.new_empty(0)), (x,))
+        assert own is not None and token is not None
+        return own, token
 
     def wait(self, token: Tensor) -> Tensor:
         """The strips, one after the other in a flat tensor, when they have come."""
@@ -176,6 +188,61 @@ class AsyncHalo:
 
 
 _Slot = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows
+
+
+@dataclass(frozen=True)
+class _SendHalo:
+    """The first step for a tensor that is also used where it is: x to x and a token.
+
+    Its adjoint needs neither a tensor of zeros with what came in it nor a sum of two whole tensors.
+    """
+
+    step: _StartHalo
+    like: Tensor
+
+    @property
+    def group(self) -> transport.Group:
+        return self.step.group
+
+    @property
+    def H(self) -> _AddHalo:
+        return _AddHalo(self.step.H, self.like)
+
+    def empty(self) -> Tensor:
+        return self.like.new_empty(0)
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
+        (x,) = xs
+        assert x is not None
+        return x.detach(), self.step._apply(x)
+
+
+@dataclass(frozen=True)
+class _AddHalo:
+    """The adjoint: x and a token to x plus what came, as `Halo.add_arrived` does."""
+
+    step: _WaitHalo
+    like: Tensor
+
+    @property
+    def group(self) -> transport.Group:
+        return self.step.group
+
+    @property
+    def H(self) -> _SendHalo:
+        return _SendHalo(self.step.H, self.like)
+
+    def empty(self) -> Tensor:
+        return self.like.new_empty(0)
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, token = xs
+        assert token is not None
+        if x is None:
+            return (self.step._apply(token),)
+        # derived again, x may be kept elsewhere; else it was made for this alone
+        total = x.clone() if x.requires_grad else x
+        return (self.step.halo.add_arrived(self.step.slot.popleft()(), total),)
 
 
 class _StartHalo(LinearOperator):
@@ -197,7 +264,7 @@ class _StartHalo(LinearOperator):
         return _WaitHalo(self.halo, self.slot, self.back, self.adjoint)
 
     @cached_property
-    def H(self) -> LinearOperator:
+    def H(self) -> _WaitHalo:
         return _WaitHalo(self.halo, self.back, self.slot, not self.adjoint)
 
 
@@ -215,5 +282,5 @@ class _WaitHalo(LinearOperator):
         return halo.finish_adjoint(arrived, token) if self.adjoint else halo.finish(arrived, token)
 
     @cached_property
-    def H(self) -> LinearOperator:
+    def H(self) -> _StartHalo:
         return _StartHalo(self.halo, self.back, self.slot, not self.adjoint)

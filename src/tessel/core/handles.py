@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,8 @@ class HasHandle:
     """
 
     handle: str
+    # attributes of this process or job, which a copy has to find anew, perhaps on another worker
+    _derived: ClassVar[frozenset[str]] = frozenset({"handle"})
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         instance = super().__new__(cls)
@@ -28,14 +30,14 @@ class HasHandle:
         return instance
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not self._is_derived(name)}
-
-    def _is_derived(self, name: str) -> bool:
-        """Whether an attribute belongs to this process, or is kept of what follows from others.
-
-        A copy finds it anew, perhaps on another worker or in another job.
-        """
-        return name == "handle" or isinstance(getattr(type(self), name, None), cached_property)
+        # What was agreed on, and cached properties, a copy finds anew like all that is derived.
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in self._derived
+            and not name.startswith("_agreed_")
+            and not isinstance(getattr(type(self), name, None), cached_property)
+        }
 
 
 def object_of(handle: str) -> Any:

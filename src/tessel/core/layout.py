@@ -52,6 +52,15 @@ class Cut:
         starts, stops = ([part[side] for part in self.intervals] for side in (0, 1))
         return min(starts), max(stops)
 
+    def is_consecutive(self, length: int) -> bool:
+        """Whether the intervals follow each other, with each index of a dimension in one of them.
+
+        >>> Cut((0,), ((0, 2), (2, 2), (2, 5))).is_consecutive(5)
+        True
+        """
+        stops = [0, *(stop for _, stop in self.intervals)]
+        return stops == [*(start for start, _ in self.intervals), length]
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -6,10 +6,12 @@ operator itself, and the gradient is its adjoint.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +20,14 @@ from torch.autograd import forward_ad
 
 from tessel import transport
 from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, in_forward_mode
-from tessel.core.graph import node
+from tessel.core.context import setting
+from tessel.core.graph import current_trace, outside_of_graphs, placed, settings_in
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Outline
 
 Agreed = tuple["LinearOperator", TensorMeta]
+Tensors = Sequence[Tensor | None]  # None is a zero that nobody computed, or left out
 ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
 
 
@@ -49,6 +53,7 @@ class LinearOperator(HasHandle):
     domain: Layout
     codomain: Layout
     _group: transport.Group | None = None
+    _derived = HasHandle._derived | {"_group"}
 
     def _apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must implement `_apply`")
@@ -63,8 +68,7 @@ class LinearOperator(HasHandle):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the operator to this worker's part, after all workers agreed that theirs fit."""
-        compiles = torch.compiler.is_compiling()  # compilers cannot look into what is cached
-        return apply_agreed(self, x, self.domain.partition.active if compiles else self._gives)
+        return apply_agreed(self, x, self.domain.partition.active)
 
     def apply(self, x: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """Apply the operator without asking the others.
@@ -99,7 +103,9 @@ class LinearOperator(HasHandle):
         group = self._group
         if group is None:
             # not by an attribute: moves are frozen
-            self.__dict__["_group"] = group = transport.group_of(self._members())
+            with outside_of_graphs() if is_traced() else nullcontext():
+                group = transport.group_of(self._members())
+            self.__dict__["_group"] = group
             for part in [*vars(self).values()]:  # those that it is made of, if it is a copy
                 if isinstance(part, LinearOperator):
                     part.prepare()
@@ -141,11 +147,6 @@ class LinearOperator(HasHandle):
         return f"{type(self).__name__}({self.domain} → {self.codomain})"
 
     @cached_property
-    def _gives(self) -> bool:
-        """Whether this worker holds a part of the input."""
-        return self.domain.partition.active
-
-    @cached_property
     def _agreement(self) -> Agreement[Agreed]:
         identity = f"{self._label} {self.domain.identity} {self.codomain.identity}"
         ranks = self.domain.partition.ranks
@@ -161,9 +162,6 @@ class LinearOperator(HasHandle):
                 )
         self.check_dtype(meta.dtype, self._label)
         return self, meta
-
-    def _is_derived(self, name: str) -> bool:
-        return name == "_group" or name.startswith("_agreed_") or super()._is_derived(name)
 
 
 class Adjoint(LinearOperator):
@@ -261,6 +259,77 @@ class Product(Composed, LinearOperator):
         return hash((Product, self.factors))
 
 
+class Entering(LinearOperator):
+    """The identity, by which every run of compiled code agrees again on what enters it.
+
+    Shapes are fixed when a call is compiled, by an agreement of all workers.
+
+    Args:
+        layout: of the tensor.
+        agreement: of the call; its conclusion begins with the layout.
+        signature: what this worker brings to it.
+        module: what is compiled: its settings are in the graph as they were.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        agreement: Agreement[Any],
+        signature: Signature,
+        module: torch.nn.Module,
+    ) -> None:
+        self.domain = self.codomain = layout
+        self.agreement, self.signature = agreement, signature
+        self.module = weakref.ref(module)
+        self.settings: list[Any] | None = None  # those of the first run
+        self.__dict__["_group"] = agreement.group
+
+    @property
+    def H(self) -> LinearOperator:
+        return _Passing(self.domain, self.group)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return placed(x, self)
+        self._check_settings()
+        layout, *_ = self.agreement.agree_on(self.signature)
+        if layout != self.domain:
+            raise ValueError(
+                f"{self.agreement.label}: this call was compiled for {self.domain}, and not for "
+                f"{layout}; compiled calls have fixed shapes on all workers"
+            )
+        return x.clone()
+
+    def _check_settings(self) -> None:
+        """Raise if a setting has changed since the first run: the graph has the old one."""
+        module = self.module()
+        now = [] if module is None else settings_in(module)
+        if self.settings is None:
+            self.settings = now
+        if now != self.settings:
+            pairs = zip_longest(now, self.settings, fillvalue=("a module", None))
+            (name, new), (_, old) = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"{self.agreement.label}: {name} is {new}, and this call was compiled with {old}; "
+                f"put it back, or call torch.compiler.reset() on all workers to compile it anew"
+            )
+
+
+class _Passing(LinearOperator):
+    """The identity, where nothing is done."""
+
+    def __init__(self, layout: Layout, group: transport.Group) -> None:
+        self.domain = self.codomain = layout
+        self.__dict__["_group"] = group
+
+    @property
+    def H(self) -> LinearOperator:
+        return self
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Compiled(LinearOperator):
     """An operator in compiled code, whose every run agrees again.
 
@@ -282,7 +351,7 @@ class Compiled(LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return node(x, self.handle)
+            return placed(x, self)
         operator, _ = self.agreement.agree_on(self.signature)
         if operator != self.operator:
             raise ValueError(
@@ -364,6 +433,11 @@ def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
 
+def is_traced() -> bool:
+    """Whether a call runs on tensors without values, for a graph of what it computes."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
 def in_transform() -> bool:
     """Whether torch derives in forward mode now, or transforms a function (`torch.func`)."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
@@ -442,7 +516,7 @@ class Several(Protocol):
 
 
 def record_several(
-    operator: Several, xs: Sequence[Tensor | None], anchor: Tensor | None = None
+    operator: Several, xs: Tensors, anchor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Apply `operator` so that autograd knows its derivatives.
 
@@ -476,12 +550,8 @@ class DifferentiableMap(Protocol):
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]: ...
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor],
-    ) -> Sequence[Tensor | None]:
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
+    ) -> Tensors:
         """The gradients of the inputs `xs` that need one, recorded if gradients are.
 
         `ys` are the results that are kept. None in the place of a gradient of a result is a zero.
@@ -547,12 +617,16 @@ class _Apply(torch.autograd.Function):
         ctx.operator = inputs[2]
         # By the number of its call a backward exchange is told apart from those of other calls.
         ctx.call = _number_of_call(ctx.operator)
+        ctx.trace = None if not is_traced() else current_trace.get()
         ctx.save_for_backward(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors  # asked for on all workers: a checkpoint recomputes then
         anchor = token if torch.is_grad_enabled() else None
+        if ctx.trace is not None:  # movements of a backward pass are numbered on from those before
+            with setting(current_trace, ctx.trace):
+                return _apply(ctx.operator.H, grad, anchor), None, None
         if torch.compiler.is_compiling():
             return _apply(ctx.operator.H, grad, anchor), None, None
         grad = _values_of(grad)
@@ -575,7 +649,8 @@ class _ApplyAnyMode(_Apply):
     def forward(
         x: Tensor, anchor: Tensor | None, operator: LinearOperator
     ) -> tuple[Tensor, Tensor]:
-        return _Apply.forward(_values_of(x), anchor, operator)
+        y = operator._apply(_values_of(x))
+        return y, y.new_empty(0)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

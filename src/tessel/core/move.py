@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.graph import node
+from tessel.core.boxes import Region
+from tessel.core.graph import placed
+from tessel.core.hierarchy import route
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.numbers import constant
-from tessel.core.plan import Piece, Plan, route
+from tessel.core.plan import Piece, Plan
 from tessel.transport import (
     NOTHING,
     UNREAD,
@@ -82,7 +84,7 @@ class Move(LinearOperator):
     @cached_property
     def route(self) -> tuple[Plan, ...]:
         """The exchanges of this worker."""
-        return route(self.domain, self.codomain, transport.this_worker())
+        return route(self.domain, self.codomain, transport.this_worker(), transport.hosts())
 
     def check_dtype(self, dtype: torch.dtype, label: str) -> None:
         if dtype in UNSUMMABLE and not self.domain.owns_once:
@@ -95,18 +97,25 @@ class Move(LinearOperator):
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The same, with the group that makes them."""
-        return tuple(Stage(plan, self.group, self.spaced) for plan in self.route)
+        *before, last = self.route
+        return (
+            *(Stage(plan, self.group) for plan in before),
+            Stage(last, self.group, self.spaced),
+        )
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return node(x, self.handle)
+            return placed(x, self)
         if x.is_cuda and self.sums_all and self.group.adds_on_devices(x):
             y = x.clone(memory_format=torch.contiguous_format)
             self.group.all_reduce(y)()
             return self._as_output(y)
-        stages = self.stages
-        y = stages[0](x) if len(stages) == 1 else stages[0].before(stages[1], x)
-        return self._as_output(y)
+        *first, last = self.stages
+        # what is copied last can lie in its place in the output before
+        into_output = first.pop() if first and last.plan.once and self.spaced is None else None
+        for stage in first:
+            x = stage(x)
+        return self._as_output(last(x) if into_output is None else into_output.before(last, x))
 
     @cached_property
     def sums_all(self) -> bool:
@@ -143,6 +152,20 @@ class Move(LinearOperator):
             return self._as_output(y)
 
         return wait
+
+    def start_apart(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        """The same, in one stage, but what makes up the output is not put together.
+
+        The result gives its pieces, in the order of the sum. This worker's own is not copied.
+        """
+        (stage,) = self.stages
+        return stage.begin_apart(x)
+
+    def complete(self, y: Tensor) -> Tensor:
+        """Send what is in its place in the output already; others fill the rest."""
+        (stage,) = self.stages
+        stage.complete(y)
+        return y
 
     def start_adding(self, x: Tensor, total: Tensor) -> Callable[[], None]:
         """The same, where the output is added to a contiguous tensor that nobody changes meanwhile.
@@ -184,7 +207,7 @@ class Stage:
             x = x.reshape(plan.source_shape)
         if x.is_cuda and room is None and self._row is not None and not plan.silent:
             return self._joined(x, *self._row)
-        y = self._room(x) if room is None else self._cleared(room)
+        y = self._room(x, room)
         if not self._follow(x, y, False):
             sends, receives = self._sends(x), self._receives(y)
             if plan.silent:
@@ -252,6 +275,41 @@ class Stage:
 
         return arrive
 
+    def begin_apart(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Send what others need; the result gives all pieces, of which the own one is a view."""
+        plan, worker = self.plan, transport.this_worker()
+        sends = [SendBuffer(piece.peer, _part(x, piece)) for piece in plan.gives]
+        pieces = [
+            _part(x, plan.kept)
+            if plan.kept is not None and piece.peer == worker
+            else x.new_empty(piece.shape)
+            for piece in plan.takes
+        ]
+        receives = [
+            ReceiveBuffer(piece.peer, room)
+            for piece, room in zip(plan.takes, pieces, strict=True)
+            if piece.peer != worker
+        ]
+        wait = self.group.exchange(sends, receives, x.device, plan.dense)
+
+        def arrive() -> list[Tensor]:
+            wait()
+            return pieces
+
+        return arrive
+
+    def complete(self, y: Tensor) -> None:
+        """Send this worker's part of the output; what comes from others is put beside it."""
+        sends = [SendBuffer(piece.peer, _part(self.own(y), piece)) for piece in self.plan.gives]
+        receives = self._receives(y, is_there=True)
+        self.group.exchange(sends, receives, y.device, self.plan.dense)()
+
+    def own(self, y: Tensor) -> Tensor:
+        """What of the output comes from this worker itself."""
+        worker = transport.this_worker()
+        pieces = (piece for piece in self.plan.takes if piece.peer == worker)
+        return next((_part(y, piece) for piece in pieces), y.new_empty(0))
+
     def begin_adding(self, x: Tensor, y: Tensor) -> Callable[[], None]:
         """Send what others need; the result adds what arrives to what is in its place."""
         x = shaped(x, self.plan.source_shape)
@@ -259,10 +317,9 @@ class Stage:
         return self.group.exchange(self._sends(x), receives, x.device, self.plan.dense)
 
     def before(self, second: Stage, x: Tensor) -> Tensor:
-        """A sum in two exchanges; the part that this worker sums up lies in the output at once."""
+        """Two exchanges; what the second copies from this worker itself is in its place at once."""
         y = x.new_empty(second.plan.target_shape)
-        worker = transport.this_worker()
-        own = next((_part(y, piece) for piece in second.plan.takes if piece.peer == worker), y[:0])
+        own = second.own(y)
         self(x, own)
         plan = second.plan
         if not plan.silent and not second._follow(own, y, is_there=True):
@@ -271,12 +328,14 @@ class Stage:
             second.group.exchange_at_once(sends, receives, y.device, plan.dense)
         return y
 
-    def _room(self, like: Tensor) -> Tensor:
-        """Room for the output."""
+    def _room(self, like: Tensor, given: Tensor | None = None) -> Tensor:
+        """Room for the output, if none is given; with zeros where nothing comes."""
         plan = self.plan
         shape, dim = plan.target_shape, self.spaced
         step = None if dim is None else prod(shape[dim + 1 :]) * like.itemsize
-        if dim is not None and step and step % STEP == 0:
+        if given is not None:
+            y = given
+        elif dim is not None and step and step % STEP == 0:
             # slices along the dimension would lie at large powers of two: a gap sets them apart
             inner = prod(shape[dim + 1 :])
             flat = like.new_empty((prod(shape[: dim + 1]), inner + GAP // like.itemsize))
@@ -289,7 +348,34 @@ class Stage:
 
     def _cleared(self, y: Tensor) -> Tensor:
         """Zeros where nothing comes."""
-        return y if self.plan.fills else y.zero_()
+        for gap in self._gaps:
+            y[gap].zero_()
+        return y
+
+    @cached_property
+    def _gaps(self) -> Sequence[Region]:
+        """Where in the output nothing comes: beside what comes, if that is one box; else anywhere.
+
+        Padding of a split dimension comes as rows beyond the border. To clear all of the output for
+        them would take as long as to copy it.
+        """
+        plan, shape = self.plan, self.plan.target_shape
+        if plan.fills:
+            return ()
+        regions = [piece.region for piece in plan.takes]
+        hull = [
+            (min(part.start for part in parts), max(part.stop for part in parts))
+            for parts in zip(*regions, strict=True)
+        ]
+        length = prod(stop - start for start, stop in hull)
+        if not plan.once or not hull or sum(piece.numel for piece in plan.takes) != length:
+            return [()]
+        found: list[Region] = []
+        for dim, ((start, stop), end) in enumerate(zip(hull, shape, strict=True)):
+            inner = tuple(slice(*part) for part in hull[:dim])
+            found += [(*inner, slice(0, start))] * (start > 0)
+            found += [(*inner, slice(stop, end))] * (stop < end)
+        return found
 
     def _sends(self, x: Tensor) -> list[SendBuffer]:
         """What leaves the input."""

@@ -18,12 +18,18 @@ def to_keep() -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=4096)
 def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor on a device, which nobody may change.
 
     To a GPU they are copied once: the host would wait each time until the GPU has done everything
-    before.
+    before. A graph has its own.
     """
+    if torch.compiler.is_compiling():
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return _kept(numbers, dtype, device)
+
+
+@lru_cache(maxsize=4096)
+def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with to_keep():
         return torch.tensor(numbers, dtype=dtype, device=device)

@@ -90,17 +90,12 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     unless these are large: it sends as much, in one message less, but both add up everything.
     """
     copies = prod(source.partition.shape[axis] for axis in source.separate)
-    sums_in_place = (
-        source.partition == target.partition
-        and source.cuts == target.cuts
-        and all(boxes.disjoint(cut.intervals) for cut in source.cuts)
-    )
     numel = prod(source.shape) * copies // max(1, source.partition.size)  # on a worker, on average
-    if not sums_in_place or copies < 2 or (copies == 2 and numel <= LARGE):
+    if not sums_in_place(source, target) or (copies == 2 and numel <= LARGE):
         return (plan(source, target, worker),)
     # The boxes may be too thin to be split along a dimension, so their elements are put in a row:
     # halves of any size can be cut then, and a contiguous tensor is not copied for it.
-    flat = _flattened(source)
+    flat = flattened(source)
     # Each block is split evenly among the workers that hold a separate copy of it.
     (cut,) = flat.cuts
     intervals = tuple(
@@ -110,10 +105,20 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     )
     fine = Cut(cut.axes + flat.separate, intervals)
     scattered = Layout(flat.partition, flat.shape, (fine,), flat.shared)
-    return plan(flat, scattered, worker), plan(scattered, _flattened(target), worker)
+    return plan(flat, scattered, worker), plan(scattered, flattened(target), worker)
 
 
-def _flattened(layout: Layout) -> Layout:
+def sums_in_place(source: Layout, target: Layout) -> bool:
+    """Whether copies are added whose sum all of them get: an all-reduce."""
+    return (
+        not source.owns_once
+        and source.partition == target.partition
+        and source.cuts == target.cuts
+        and all(boxes.disjoint(cut.intervals) for cut in source.cuts)
+    )
+
+
+def flattened(layout: Layout) -> Layout:
     """The same local tensors, each as a block of a one-dimensional index space."""
     axes = tuple(sorted(axis for cut in layout.cuts for axis in cut.axes))
     sizes = [layout.partition.shape[axis] for axis in axes]
@@ -131,7 +136,7 @@ def _flattened(layout: Layout) -> Layout:
 def plan(source: Layout, target: Layout, worker: int) -> Plan:
     """One exchange from `source` to `target`, as `worker` sees it."""
     takes = tuple(_takes(source, target, worker))
-    target_shape = _box_shape(target, worker)
+    target_shape = box_shape(target, worker)
     if target.owns_once and all(target.partition.shape[axis] == 1 for axis in target.shared):
         # Nobody else has the sum, so that it may begin with the worker's own: where that covers
         # the output, as in the adjoint of a halo, nothing has to be cleared before.
@@ -143,7 +148,7 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
     # Whether every worker takes only from itself: of all workers, not of this one, since a group
     # that has nothing to send makes no exchange at all, and everybody must know that.
     is_silent = all(
-        _giver(source, place, target, each) == each
+        giver_of(source, place, target, each) == each
         for each in target.partition.ranks
         if (box := target.box(each)) is not None
         for place, _ in source.agreement(box)
@@ -161,7 +166,7 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
         takes=takes,
         kept=next((piece for piece in gives if piece.peer == worker), None),
-        source_shape=_box_shape(source, worker),
+        source_shape=box_shape(source, worker),
         target_shape=target_shape,
         once=source.owns_once,
         fills=sum(piece.numel for piece in first) == prod(target_shape),
@@ -177,7 +182,7 @@ def _takes(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
         return
     # In the order of the source's grid: so all workers that get a copy of a sum add in one order.
     for place, part in source.agreement(box):
-        yield Piece.of(_giver(source, place, target, worker), part, box)
+        yield Piece.of(giver_of(source, place, target, worker), part, box)
 
 
 def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
@@ -188,11 +193,11 @@ def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     place = tuple(0 if axis in source.shared else at for axis, at in enumerate(own))
     for there, part in target.agreement(box):
         for taker in target.holders(there):
-            if _giver(source, place, target, taker) == worker:
+            if giver_of(source, place, target, taker) == worker:
                 yield Piece.of(taker, part, box)
 
 
-def _giver(source: Layout, place: Coordinates, target: Layout, taker: int) -> int:
+def giver_of(source: Layout, place: Coordinates, target: Layout, taker: int) -> int:
     """Which holder of a value gives it to `taker`: the one beside it, itself if it can be.
 
     Holders differ along the shared axes. A taker that is one of the source's workers turns to the
@@ -212,6 +217,6 @@ def _peer(piece: Piece) -> int:
     return piece.peer
 
 
-def _box_shape(layout: Layout, worker: int) -> Shape:
+def box_shape(layout: Layout, worker: int) -> Shape:
     box = layout.box(worker)
     return (0,) if box is None else boxes.extent(box)

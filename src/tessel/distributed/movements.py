@@ -48,7 +48,7 @@ def copy(x: Tensor, partition: Partition | None = None) -> Tensor:
     >>> tessel.distributed.copy(torch.ones(2))
     tensor([1., 1.])
     """
-    return _sent_whole(_Copy, x, row_of(partition))
+    return _sent_whole("copy", x, row_of(partition))
 
 
 @eagerly
@@ -65,7 +65,7 @@ def reduce(x: Tensor, partition: Partition | None = None) -> Tensor:
     >>> tessel.distributed.reduce(torch.ones(2))
     tensor([1., 1.])
     """
-    return _sent_whole(_Reduce, x, row_of(partition))
+    return _sent_whole("reduce", x, row_of(partition))
 
 
 @eagerly
@@ -85,7 +85,7 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
     ((2, 3), 1)
     """
     row, state = row_of(partition), traced_state(x)
-    y = _movement(_Scatter, row, _whole_number(dim), state)(_plain(x))
+    y = _movement("scatter", row, _whole_number(dim), state)(_plain(x))
     if not row.active:
         return y
     place = as_int(dim) % x.ndim
@@ -120,7 +120,7 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
     state = state_of(x)
     if partition is None and state is not None:
         partition = state.partition
-    return _movement(_Gather, row_of(partition), _whole_number(dim), state)(_plain(x))
+    return _movement("gather", row_of(partition), _whole_number(dim), state)(_plain(x))
 
 
 def _whole_number(dim: int | None) -> int | None:
@@ -131,35 +131,29 @@ def _plain(x: Any) -> Any:
     return as_plain(x) if isinstance(x, Tensor) else x
 
 
-def _sent_whole(kind: type[_TensorMovement], x: Tensor, row: Partition) -> Tensor:
+def _sent_whole(name: str, x: Tensor, row: Partition) -> Tensor:
     """Move a value that is of one shape on all workers; a sharding of other workers stays."""
     state = state_of(x)
-    y = _movement(kind, row, None, state)(_plain(x))
+    y = _movement(name, row, None, state)(_plain(x))
     return y if state is None else as_shard(y, state)
 
 
 @kept_in_job
-def _movement(
-    kind: type[_TensorMovement], partition: Partition, dim: int | None, state: State
-) -> _TensorMovement:
-    return kind(partition, dim, state)
+def _movement(name: str, partition: Partition, dim: int | None, state: State) -> _TensorMovement:
+    kind = _Gather if name == "gather" else _OfOneValue
+    return kind(name, partition, dim, state)
 
 
 class _TensorMovement(Movement):
     """A movement within one group of a tensor whose sharding all workers know."""
 
-    def __init__(self, partition: Partition, dim: int | None, state: State) -> None:
+    def __init__(self, name: str, partition: Partition, dim: int | None, state: State) -> None:
         super().__init__(partition, partition)
-        self.dim = dim
-        self.state = state
+        self.name, self.dim, self.state = name, dim, state
 
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         check_known(self.state, self.label)
         return super()._conclude(shapes, meta)
-
-    def whole_shape(self, shapes: Mapping[int, Shape]) -> Shape:
-        shape: Shape = same(dict(shapes), "shape", self.label)
-        return shape
 
     def place(self, ndim: int) -> int:
         """The dimension, counted from the front."""
@@ -170,7 +164,6 @@ class _TensorMovement(Movement):
 
     @property
     def label(self) -> str:
-        name = type(self).__name__.strip("_").lower()
         dim = "" if self.dim is None else f", dim={self.dim}"
         what = describe(self.state)
         if isinstance(self.state, Sharding) and self._is_of_another_group:
@@ -179,7 +172,7 @@ class _TensorMovement(Movement):
             row, size = self.state.partition, self.state.size
             part = f"part {row.rank} of {row.size} of {size}"
             what = f"a shard along dim {self.state.dim}, {part}, over another group"
-        return f"tessel.distributed.{name}(x{dim}) over {self.P_x}, where x is {what}"
+        return f"tessel.distributed.{self.name}(x{dim}) over {self.P_x}, where x is {what}"
 
     @property
     def _is_of_another_group(self) -> bool:
@@ -193,6 +186,8 @@ class _TensorMovement(Movement):
 
 
 class _OfOneValue(_TensorMovement):
+    """`copy`, `reduce` and `scatter`: of a value that has to be whole on every worker."""
+
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         if isinstance(self.state, Sharding) and not self._is_of_another_group:
             raise ValueError(
@@ -201,26 +196,16 @@ class _OfOneValue(_TensorMovement):
             )
         return super()._conclude(shapes, meta)
 
-
-class _Copy(_OfOneValue):
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        return copying(self.P_x, self.whole_shape(shapes))
-
-
-class _Reduce(_OfOneValue):
-    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        return reducing(self.P_x, self.whole_shape(shapes))
-
-
-class _Scatter(_OfOneValue):
-    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        if self.state is not None:
+        if self.name == "scatter" and self.state is not None:
             raise ValueError(
                 f"{self.label}: a tensor that is split over two groups at once has no sharding; "
                 f"gather it first"
             )
-        shape = self.whole_shape(shapes)
-        return scattering(self.P_x, shape, self.place(len(shape)))
+        shape: Shape = same(dict(shapes), "shape", self.label)
+        if self.name == "scatter":
+            return scattering(self.P_x, shape, self.place(len(shape)))
+        return (copying if self.name == "copy" else reducing)(self.P_x, shape)
 
 
 class _Gather(_TensorMovement):

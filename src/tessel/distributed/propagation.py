@@ -258,15 +258,6 @@ def _weight_norm(call: TorchCall, result: Tensor) -> State:
     return state
 
 
-def _norm_except(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
-    dim = int(call.argument(2, "dim", default=0))
-    return sharding if dim == sharding.dim else call.lost("over the dimension that is split")
-
-
-def _new(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
-    return sharding if tuple(result.shape) == shape else call.lost()
-
-
 def _channels(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     """Of a function that draws one number for each channel, and so for all that lies behind."""
     if sharding.dim >= 2:
@@ -307,9 +298,16 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(("reshape", "view", "reshape_as", "view_as"), reshaped),
     **dict.fromkeys(("flatten", "ravel"), flattened),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _new),
+    **dict.fromkeys(
+        ("new_zeros", "new_ones", "new_full", "new_empty"),
+        lambda call, sharding, shape, y: sharding if y.shape == shape else call.lost(),
+    ),
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), _channels),
     "feature_alpha_dropout": _channels,
     "unflatten": unflattened,
-    "norm_except_dim": _norm_except,
+    "norm_except_dim": lambda call, sharding, shape, y: (
+        sharding
+        if int(call.argument(2, "dim", default=0)) == sharding.dim
+        else call.lost("over the dimension that is split")
+    ),
 }

@@ -18,6 +18,7 @@ from tessel.core import boxes
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.distributed.shard_layouts import shard_layout
+from tessel.transport import kept_in_job
 
 ATTRIBUTE = "_tessel_sharding"
 
@@ -38,6 +39,7 @@ class Sharding:
     size: int | None = None
 
     @classmethod
+    @kept_in_job  # each call of a parallel layer asks for it
     def of(cls, layout: Layout) -> Sharding | None:
         """That of balanced shards over a row of workers; None for what is whole on all of them."""
         dim = next((dim for dim, cut in enumerate(layout.cuts) if cut.axes), None)

@@ -96,9 +96,6 @@ def distribute(
     named = ("num_operators", "dtype", "gather_strategy", *_TILING)
     asked = {name: given[name] for name in named if given[name] != defaults[name]} | kwargs
     kind = _agreed_kind(object, ctx, type_object, asked)
-    for name, value in asked.items():
-        if name not in _USES[kind]:
-            raise TypeError(f"distribute: {name}={value!r} is not used for type_object={kind!r}")
     match kind:
         case "physics" | "linear_physics":
             is_linear = kind == "linear_physics"
@@ -124,9 +121,9 @@ def distribute(
 def _agreed_kind(
     given: Any, ctx: DistributedContext, type_object: str, asked: dict[str, Any]
 ) -> str:
-    """What the object is. All workers raise unless they pass the same arguments.
+    """What the object is. All workers raise unless they pass the same arguments, of use for it.
 
-    So an argument that is refused later is refused on all of them.
+    So an argument that is refused is refused on all of them.
     """
     kind, problem = type_object, ""
     if type_object not in KINDS:
@@ -143,6 +140,9 @@ def _agreed_kind(
     agree(ctx.partition, f"distribute(…, type_object={kind!r}, {told}) {problem}".rstrip())
     if problem:
         raise ValueError(problem)
+    for name, value in asked.items():
+        if name not in _USES[kind]:
+            raise TypeError(f"distribute: {name}={value!r} is not used for type_object={kind!r}")
     return kind
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
-    STRATEGIES,
     DistributedSignalStrategy,
     checked_sizes,
     create_strategy,
+    maker_of,
 )
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
 from tessel.imaging.linear_physics import DistributedLinearPhysics
@@ -141,11 +141,8 @@ class TilingConfig:
             if getattr(self, name) is not None:
                 least = 0 if name == "receptive_field_size" else 1
                 checked_sizes(name, getattr(self, name), None, least)
-        if isinstance(self.strategy, str) and self.strategy not in STRATEGIES:
-            raise ValueError(
-                f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
-                f"got {self.strategy!r}"
-            )
+        if isinstance(self.strategy, str):
+            maker_of(self.strategy)
         if self.strategy == "basic" and self.stride != 1:
             raise ValueError(f"stride is of 'smart_tiling': got stride={self.stride} and 'basic'")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from tessel.core import (
     Agreement,
     Layout,
     Move,
+    Partition,
     Shape,
     Signature,
     TensorMeta,
@@ -60,10 +61,10 @@ WAY_OUT = (
     "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
     "for each"
 )
-_DTYPES = (
-    *(torch.bool, torch.float32, torch.float64, torch.float16, torch.bfloat16),
+_DTYPES = (  # of images and measurements
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
-)  # of images and measurements; the first stands for workers that bring nothing
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class DistributedPhysics:
         self.layout = whole_layout(ctx.partition, ()) if layout is None or self.is_whole else layout
         self.partition, self.rows = self.layout.partition, rows_of(self.layout)
         self.active = self.partition.active
-        row = self.rows.place if self.active else 0
+        row = self.rows.place_of(ctx.rank) if self.active else 0
         self.place = f"worker {ctx.rank}"
         if not self.is_whole:
             self.place = f"copy {row} of the image" if self.active else "no copy of the image"
@@ -155,8 +156,15 @@ class DistributedPhysics:
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
         self._checked: set[tuple[str, bool]] = set()  # calls that all workers know to work
-        self._owners = ctx.owners(self.num_ops)  # the workers that have operators
-        self._agreements: dict[tuple[str, str], Agreement[tuple[Shape, TensorMeta]]] = {}
+        # The workers of rows that have operators: where there are more rows, some have none.
+        self._owners = [
+            worker
+            for worker in self.partition.ranks
+            if local_indices(
+                self.num_ops, self.rows.place_of(worker), self.rows.count, ctx.sharding
+            )
+        ]
+        self._agreements: dict[tuple[str, str, bool], Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
 
     def A(self, x: Image, **settings: Any) -> LocalTensors:
@@ -386,12 +394,11 @@ class DistributedPhysics:
             image = rows.use(_even(x, records))
         # Now that all agreed on which gradients are asked for: a copy is a node of the graph whose
         # adjoint sums over workers, so that all of them must make the same ones.
-        copies = Copies()
-        if everyones:
+        copies, (args, settings) = Copies(), arguments
+        if everyones or own:
             copies.add(everyones, self.partition)
-        if own:
             copies.add(own, self.rows.own.partition)
-        args, settings = copies.instead(arguments) if copies else arguments
+            args, settings = copies.instead(arguments)
         return OperatorCall(
             call,
             image,
@@ -420,28 +427,26 @@ class DistributedPhysics:
         row hold them, and their gradients are summed over these.
         """
         problem = self._problem(x, measured, fidelities)
-        said += problem
-        ys, has_image = measured or (), x is not None or measured is None
-        signature, own = Signature.of(x if has_image else torch.empty(0)), list[Tensor]()
+        if problem:  # the others say something else: all raise, and quote this
+            agree(self.partition, f"{said}{problem}")
+            raise ValueError(f"{said}{problem}")
+        ys, learns, own = measured or (), False, list[Tensor]()
         if torch.is_grad_enabled():
             known = {id(each) for each in everyones}
             whole = [each.physics for each in self._spread if isinstance(each, Whole)]
             own = [e for e in learned((whole, fidelities, users)) if id(e) not in known]
             local = (each.values() for each in self._spread if isinstance(each, PartOperator))
-            anchor, values = anchor_of(measured), chain.from_iterable(local)
-            learns = any(map(needs_grad, (*ys, anchor, *everyones, *own, *values)))
-            signature = replace(signature, needs_grad=signature.needs_grad or learns)
-        # A worker may bring nothing. It learns from the numbers of the others which dtype it is.
-        brought = None if problem else next((e.dtype for e in (*ys, x) if e is not None), None)
-        code = 0 if brought is None else _DTYPES.index(brought)
-        ((_, meta),), told = agree(self.partition, said, signature, numbers=[code])
-        codes = sorted({each for (each,) in told.values()} - {0})
-        if len(codes) > 1:
-            names = ", ".join(str(_DTYPES[each]) for each in codes)
-            raise ValueError(f"{said}: all workers must bring one dtype, got {names}")
-        if problem:
-            raise ValueError(said)
-        return _DTYPES[codes[0]] if codes else torch.get_default_dtype(), meta.needs_grad, own
+            values = chain.from_iterable(local)
+            learns = any(map(needs_grad, (x, *ys, anchor_of(measured), *everyones, *own, *values)))
+        # Shapes fit, as was just seen. Rows without operators bring nothing if there is no image,
+        # and learn the dtype from the others.
+        brought = next((each for each in (*ys, x) if each is not None), None)
+        dtype, device = (None, "cpu") if brought is None else (brought.dtype, brought.device.type)
+        signature = Signature((), dtype, device, learns, not torch.is_grad_enabled())
+        has_image = x is not None or measured is None
+        agreement = self._agreement(said, givers=None if has_image else self._owners)
+        _, meta = agreement.agree_on(signature)
+        return meta.dtype, meta.needs_grad, own
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
@@ -539,29 +544,35 @@ class DistributedPhysics:
             givers: the workers that have one; None for those with operators.
         """
         have = self._owners if givers is None else givers
-        return self._agreement(said, f"shape of the {what}", have).agree_on(own)
+        alike = f"shape of the {what}"
+        return self._agreement(said, alike, have, self.ctx.partition).agree_on(own)
 
     def _agreement(
-        self, said: str, alike: str = "", givers: Sequence[int] | None = None
+        self,
+        said: str,
+        alike: str = "",
+        givers: Sequence[int] | None = None,
+        partition: Partition | None = None,
     ) -> Agreement[tuple[Shape, TensorMeta]]:
         """Where workers agree on a call, and on one shape if there are words for it.
 
         Args:
             said: what is called.
             alike: which shape must be the same on all givers, in words.
-            givers: the workers of the context that have one; None for all that have parts.
+            givers: the workers that have a tensor; None for all.
+            partition: the workers; None for those that have parts of the image.
         """
         # Kept, since an agreement remembers what follows from the signatures that it has seen.
-        found = self._agreements.get((said, alike))
+        key = said, alike, givers is None
+        found = self._agreements.get(key)
         if found is None:
 
             def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
                 return same(shapes, alike, said) if alike else (), meta
 
-            partition = self.partition if givers is None else self.ctx.partition
-            have = partition.ranks if givers is None else givers
-            found = Agreement(partition.prepare(), said, have, conclude)
-            self._agreements[said, alike] = found
+            everyone = partition or self.partition
+            have = everyone.ranks if givers is None else givers
+            found = self._agreements[key] = Agreement(everyone.prepare(), said, have, conclude)
         return found
 
     def sum(self, call: OperatorCall, terms: Iterable[Term], gather: bool = True) -> Tensor:

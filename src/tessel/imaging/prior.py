@@ -166,8 +166,18 @@ class DistributedPrior:
             return x
         tensors = learned(self._users, (args, settings))
         call = f"{call}{gradients_of(tensors)}" if tensors else call
-        if self._num_workers > 1 or not fits:
-            x = self._agreed(call, x, fits)
+        if not fits:  # that of another worker may fit: all are told, and raise
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            problem = f"{call}: expected a part of shape {layout.local_shape}, got {got}"
+            agree(layout.partition, problem)
+            raise ValueError(problem)
+        if self._num_workers > 1:
+            agreement = self._agreements.get(call)
+            if agreement is None:
+                P = layout.partition
+                agreement = Agreement(P.prepare(), call, P.ranks, lambda shapes, meta: meta)
+                self._agreements[call] = agreement
+            x = grad_alike(x, agreement.agree_on(x))  # graphs of all workers are alike
         copies = Copies()
         if tensors:  # each worker sees some of the patches: gradients of what all use are summed
             copies.add(tensors, layout.partition)
@@ -189,24 +199,6 @@ class DistributedPrior:
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)
         return tiling.finish(written) if gather else written
-
-    def _agreed(self, call: str, x: Tensor, fits: bool) -> Tensor:
-        """The part, with a graph as that of all workers, or ValueError if that of one does not fit.
-
-        What is wrong here may be right elsewhere: the text of the call tells all workers of it.
-        """
-        if not fits:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            call = f"{call}: expected a part of shape {self.layout.local_shape}, got {got}"
-        agreement = self._agreements.get(call)
-        if agreement is None:
-            P = self.layout.partition
-            agreement = Agreement(P.prepare(), call, P.ranks, lambda shapes, meta: meta)
-            self._agreements[call] = agreement
-        meta = agreement.agree_on(x)
-        if not fits:
-            raise ValueError(call)
-        return grad_alike(x, meta)
 
     def _made(
         self,

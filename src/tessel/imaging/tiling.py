@@ -219,7 +219,7 @@ class LocalWindows(Tiling):
     def patches(self, read: Tensor, indices: list[int]) -> Pairs:
         """The windows of these numbers, from what this worker reads."""
         box, _ = self._boxes
-        return [(i, self.strategy.cut_out(read, self.windows[i], box)) for i in indices]
+        return [(i, read[self.strategy.region(self.windows[i].read, box)]) for i in indices]
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
         """Put what the prior made of windows into its place."""

@@ -88,29 +88,31 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
                 f"layout can say Shard, Replicate and Partial('sum'); call "
                 f"x.redistribute(placements=…) first"
             )
-    cuts = tuple(_cut(partition, axes[dim], length) for dim, length in enumerate(lengths))
-    return Layout(partition, lengths, cuts, tuple(shared))
-
-
-def _cut(partition: Partition, axes: Sequence[int], length: int) -> Cut:
-    """How DTensor cuts a dimension along these axes: each cuts the parts of those before it."""
-    parts: list[Interval] = [(0, length)]
-    for axis in axes:
-        parts = [
-            boxes.shift(piece, start)
-            for start, stop in parts
-            for piece in boxes.chunked(stop - start, partition.shape[axis])
-        ]
-    return Cut(tuple(axes), tuple(parts))
+    cuts = []
+    for dim, length in enumerate(lengths):
+        parts: list[Interval] = [(0, length)]
+        for axis in axes[dim]:  # each cuts the parts of those before it
+            parts = [
+                boxes.shift(piece, start)
+                for start, stop in parts
+                for piece in boxes.chunked(stop - start, partition.shape[axis])
+            ]
+        cuts.append(Cut(tuple(axes[dim]), tuple(parts)))
+    return Layout(partition, lengths, tuple(cuts), tuple(shared))
 
 
 def to_dtensor(x: Tensor, mesh: Any) -> Any:
     """A spread tensor as a DTensor: see `Tensor.to_dtensor`."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
     layout = x.layout
     partition = layout.partition
-    placements = _placements(layout)
+    placements: list[Placement] = [Partial()] * partition.dim
+    for axis in layout.shared:
+        placements[axis] = Replicate()
+    for dim, cut in enumerate(layout.cuts):
+        for axis in cut.axes:
+            placements[axis] = Shard(dim)
     if mesh is None:
         mesh = partition.to_mesh(x.device.type)
     grid = getattr(mesh, "mesh", None)
@@ -121,10 +123,12 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
             f"tessel.interop.layout_of(mesh, placements, x.shape)) brings the tensor there"
         )
     target = layout_of(mesh, placements, layout.shape)
-    if layout.blocks or not _same_boxes(layout, target):
+    # The same parts on all workers, whatever the order of axes is.
+    differ = any(layout.box(worker) != target.box(worker) for worker in partition.ranks)
+    if layout.blocks or differ:
         raise ValueError(
             f"to_dtensor: DTensor cannot say {layout}, but parts as torch.chunk cuts them; call "
-            f"x.move_to(tessel.interop.layout_of(mesh, {placements}, x.shape)) first"
+            f"x.move_to(tessel.interop.layout_of(mesh, {tuple(placements)}, x.shape)) first"
         )
     part = x.local
     return DTensor.from_local(
@@ -135,24 +139,6 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
         shape=torch.Size(layout.shape),
         stride=_stride(part, layout.shape),
     )
-
-
-def _placements(layout: Layout) -> tuple[Any, ...]:
-    """What DTensor says of each axis."""
-    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-
-    found: list[Placement] = [Partial()] * layout.partition.dim
-    for axis in layout.shared:
-        found[axis] = Replicate()
-    for dim, cut in enumerate(layout.cuts):
-        for axis in cut.axes:
-            found[axis] = Shard(dim)
-    return tuple(found)
-
-
-def _same_boxes(layout: Layout, other: Layout) -> bool:
-    """Whether all workers store the same in both, whatever the order of axes is."""
-    return all(layout.box(worker) == other.box(worker) for worker in layout.partition.ranks)
 
 
 def _stride(part: torch.Tensor, shape: Shape) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ STATUS = struct.Struct("<i")
 # To the forkserver: the number of a process, 0 for a new one, and the signal to send to it.
 _ORDER = struct.Struct("<ii")
 _BOOT = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "import gc, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); "
     "fd, preload, *sys.path = sys.argv[1:]; "
     "from tessel.launch.forkserver import run_forkserver; run_forkserver(int(fd), preload.split())"
 )
@@ -100,6 +100,7 @@ def run_forkserver(fd: int, preload: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):  # the function that needs it will say so
             importlib.import_module(name)
     gc.freeze()  # memory that the workers share is then not copied by their garbage collection
+    gc.enable()  # switched off until now: of what imports make nothing is garbage
     _Server(socket.socket(fileno=fd), None).run()
 
 

@@ -20,18 +20,31 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tessel.core.agreement import agree, tell
 from tessel.core.context import setting
-from tessel.core.graph import eagerly
+from tessel.core.graph import current_trace, in_graphs, outside_of_graphs
+from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, zero_volume_tensor
+from tessel.core.linop import is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
 from tessel.nn import buckets
-from tessel.nn.layer import Layer, alone, entered, lies, needs_of
+from tessel.nn.layer import (
+    Layer,
+    alone,
+    enter,
+    entered,
+    fix_shapes,
+    is_in_model,
+    lies,
+    needs_of,
+    parts_agreement,
+)
 from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
 from tessel.nn.wrapped import (
     Replicas,
     check_alike,
+    is_averaged,
     is_dtensor,
     is_fully_sharded,
     refuse_flattened,
@@ -100,33 +113,6 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     conversion = ModelConversion(P_x, stream, fallback)
     conversion.enter(model)
     return model
-
-
-def _place_entrances(model: nn.Module, conversion: ModelConversion) -> None:
-    """Let all methods of all modules agree on their input, if they are called from outside."""
-    place_regions(model, conversion.P_x)
-    for module in model.modules():
-        own = module.__dict__.get("forward")
-        # converted for other workers
-        elsewhere = isinstance(own, Entrance) and own.conversion.P_x != conversion.P_x
-        # DDP is called with parts, and gives parts: it looks at the graph of its output
-        if isinstance(module, Layer | DistributedDataParallel) or elsewhere:
-            continue
-        # Models are also called by methods such as `encode`. With parts these would compute with
-        # the parts alone: what calls layers is right, and a mean between them is that of the part.
-        kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
-        found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
-        others = [
-            name
-            for name, value in found.items()
-            if isinstance(value, FunctionType | staticmethod)
-            and not name.startswith("_")
-            and not hasattr(nn.Module, name)
-            # what somebody put into this module takes the place of the method
-            and isinstance(module.__dict__.get(name), Entrance | None)
-        ]
-        for name in ("forward", *others):
-            module.__dict__[name] = Entrance(module, conversion, name)
 
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
@@ -249,8 +235,34 @@ class ModelConversion:
         self._alike: dict[int, weakref.ref[Tensor]] = {}
 
     def enter(self, model: nn.Module) -> None:
-        """Take a model in whose parameters and buffers are alike on all workers."""
-        _place_entrances(model, self)
+        """Take a model in whose parameters and buffers are alike on all workers.
+
+        All methods of all its modules then agree on their input, if they are called from outside.
+        """
+        place_regions(model, self.P_x)
+        for module in model.modules():
+            own = module.__dict__.get("forward")
+            # converted for other workers
+            elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
+            # DDP is called with parts, and gives parts: it looks at the graph of its output
+            if isinstance(module, Layer | DistributedDataParallel) or elsewhere:
+                continue
+            # Models are also called by methods such as `encode`. With parts these would compute
+            # with the parts alone: what calls layers is right, and a mean between them is that of
+            # the part.
+            kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
+            found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+            others = [
+                name
+                for name, value in found.items()
+                if isinstance(value, FunctionType | staticmethod)
+                and not name.startswith("_")
+                and not hasattr(nn.Module, name)
+                # what somebody put into this module takes the place of the method
+                and isinstance(module.__dict__.get(name), Entrance | None)
+            ]
+            for name in ("forward", *others):
+                module.__dict__[name] = Entrance(module, self, name)
         self.note(Contents(model).values)
 
     def note(self, values: Iterable[Tensor]) -> None:
@@ -287,7 +299,7 @@ class ModelConversion:
         equalize([value for _, value in _values(model) if id(value) in late], self.P_x)
         self.enter(model)
 
-    def settle(self, model: nn.Module) -> None:
+    def make_values_plain(self, model: nn.Module) -> None:
         """Keep what a call has put into parameters and buffers as torch would have it there.
 
         What every worker has whole becomes plain again: it enters a `state_dict`, and optimizers.
@@ -350,7 +362,7 @@ class Contents:
         self.values = [*self.parameters, *buffers.values()]
 
 
-class Entrance:
+class Entrance(HasHandle):
     """The `forward` of a module in a converted model: the outermost agrees on the input.
 
     The same for its other methods. These may be called with no tensor that could be a part, and
@@ -361,6 +373,8 @@ class Entrance:
         conversion: of the model.
         name: of the method.
     """
+
+    _derived = HasHandle._derived | {"_calls", "_agreements", "_traces"}
 
     def __init__(
         self, module: nn.Module, conversion: ModelConversion, name: str = "forward"
@@ -395,7 +409,11 @@ class Entrance:
         method = inspect.getattr_static(type(self.module), self.name)
         return method.__get__(self.module, type(self.module))(*args, **kwargs)
 
-    @eagerly
+    def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
+        return fix_shapes((args, kwargs)) and not is_in_model() and not is_averaged()
+
+    @in_graphs("module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if running.get() is not None:
             result = self.forward(*args, **kwargs)  # inside of a model
@@ -418,13 +436,22 @@ class Entrance:
                 return self.forward(*args, **kwargs)
         contents = Contents(self.module)
         wrappers = wrappers_of(contents.sharded)
-        wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers, spread)
+        wrapping = ""
+        if not is_traced():
+            wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers, spread)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
         if P_x.size == 1 and not spread:
             with setting(alone, True):
                 return self.forward(*args, **kwargs)
+        if is_traced():
+            if wrappers:
+                raise NotImplementedError(
+                    f"torch.compile of the converted {type(self.module).__name__} over {P_x} in or "
+                    f"around fully_shard is not supported; leave out one of the two"
+                )
+            return self._traced(args, kwargs)
         _check_untraced(self.module, (args, kwargs))
         # A bucket may wait for gradients of several modules, and `fully_shard` does not.
         contents.is_split = any(map(is_fully_sharded, wrappers))
@@ -447,14 +474,45 @@ class Entrance:
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
-        self.conversion.settle(self.module)
-        if not spread:
-            result = nested(
-                lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
-                result,
-            )
-        # the result goes as the input came
+        self.conversion.make_values_plain(self.module)
+        result = result if spread else as_parts(result)  # it goes as the input came
         return nested(unviewed, result) if is_fully_sharded(self.module) else result
+
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """The call for a graph of what it computes with parts, which every run agrees on again.
+
+        Parameters are summed one by one, and not in buckets, whose messages are no nodes.
+        """
+        P_x, module = self.conversion.P_x, self.module
+        flags, is_off = needs_of(Contents(module).parameters)
+        mode = "training" if module.training else "evaluation"
+        call = f"{type(module).__name__} over {P_x}, compiled in {mode}"
+        key = (module.training, is_off, *flags)
+        agreements = self.__dict__.setdefault("_agreements", {})
+        if key not in agreements:
+            agreements[key] = parts_agreement(P_x.prepare(), P_x, call, f"{call} {key}")
+
+        def enter_part(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() != P_x.dim:
+                return value
+            return SpreadTensor(*enter(agreements[key], value, module))
+
+        with (
+            setting(running, P_x),
+            choose_fallback(self.conversion.fallback),
+            setting(written_whole, []),
+            setting(belongs_elsewhere, lambda x: True),
+        ):
+            args, kwargs = nested(enter_part, (args, kwargs))
+            result = self.forward(*args, **kwargs)
+            self._check_no_whole(result)
+        trace = current_trace.get()
+        moves = [] if trace is None else [repr(each) for each in trace.operators]
+        if (key, len(moves)) not in agreements:  # a call is traced several times
+            with outside_of_graphs():
+                agree(P_x, f"{call}, with {len(moves)} movements", identity=f"{call} {moves}")
+            agreements[key, len(moves)] = True
+        return as_parts(result)
 
     def _held_by(self, contents: Contents, given: list[Tensor]) -> Callable[[Tensor], bool]:
         """What knows the tensors that others than the code of the model may look at."""
@@ -534,8 +592,12 @@ class Entrance:
 
         return nested(enter, (args, kwargs))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
+
+def as_parts(result: Any) -> Any:
+    """What a model gives to a caller who gave it parts."""
+    return nested(
+        lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y, result
+    )
 
 
 _CALL = nn.Module._call_impl.__code__

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from inspect import Signature, signature
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, as_agreed
-from tessel.core.graph import eagerly
-from tessel.core.handles import HasHandle
+from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed
+from tessel.core.graph import in_graphs, outside_of_graphs
+from tessel.core.handles import HasHandle, constant_in_graphs
 from tessel.core.layout import Layout, Shape
+from tessel.core.linop import Entering, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
@@ -44,6 +47,39 @@ def entered(x: Tensor, layout: Layout, meta: TensorMeta) -> Tensor:
     return grad_alike(as_agreed(x, meta, not layout.is_outside), meta)
 
 
+def enter(agreement: Agreement[Entry], x: Tensor, module: torch.nn.Module) -> Result:
+    """A part as all workers agree on it, and the layout; in compiled code they do in each run."""
+    if not is_traced():
+        layout, meta = agreement.agree_on(x)
+        return entered(x, layout, meta), layout
+    enabled = torch.is_grad_enabled()
+    signature = Signature(
+        tuple(map(int, x.shape)), x.dtype, x.device.type, x.requires_grad and enabled, not enabled
+    )
+    # A call is traced several times; that it is compiled, workers tell each other once.
+    if signature not in agreement.compiled:
+        with outside_of_graphs():
+            agreement.compiled[signature] = agreement.agree_on(replace(signature, compiles=True))
+    layout, meta = agreement.compiled[signature]
+    entering = Entering(layout, agreement, signature, module)
+    return entering.apply(entered(x, layout, meta), meta), layout
+
+
+def fix_shapes(arguments: Any) -> bool:
+    """Let a compiler take the lengths of tensors for constants; False where a tensor is spread."""
+    for each in pytree.tree_leaves(arguments):
+        if isinstance(each, SpreadTensor):
+            return False
+        if isinstance(each, Tensor):
+            _ = [len(range(length)) for length in each.shape]
+    return True
+
+
+@constant_in_graphs
+def is_in_model() -> bool:
+    return running.get() is not None
+
+
 def compute_spread(
     compute: Callable[..., Result], x: SpreadTensor, *args: Any, **settings: Any
 ) -> Any:
@@ -71,6 +107,7 @@ class Layer(HasHandle):
     _group: transport.Group | None = None
     _takes_part: bool  # whether this worker is one of the group
     _number: int  # of the call in which the group was asked for: tells equal layers apart
+    _derived = HasHandle._derived | {"_agreements", "_group", "_number", "_takes_part", "_traces"}
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
@@ -86,7 +123,7 @@ class Layer(HasHandle):
         if theirs is not None:
             # functions are asked, and not classes, which have a `__signature__` of their bases
             own, torchs = (
-                list(signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
+                list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
                 for each in (cls, theirs)
             )
             # its own first arguments, all of torch's, and those of its own that have to be named
@@ -96,7 +133,7 @@ class Layer(HasHandle):
             between = [each for each in torchs if each.name not in taken]
             # Python wants what has to be named behind all others; a stable sort keeps the rest
             between.sort(key=lambda each: each.kind is each.KEYWORD_ONLY)
-            cls.__signature__ = Signature([*lead, *between, *named])  # type: ignore[attr-defined]
+            cls.__signature__ = inspect.Signature([*lead, *between, *named])  # type: ignore[attr-defined]
 
     def place_on(self, P_x: Partition) -> None:
         """Make the layer work on tensors that lie on `P_x`."""
@@ -148,7 +185,11 @@ class Layer(HasHandle):
         assert isinstance(self, torch.nn.Module)
         equalize(self.parameters(recurse=False), self.P_x)
 
-    @eagerly
+    def can_be_traced(self, *args: Any, **settings: Any) -> bool:
+        """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
+        return fix_shapes((args, settings)) and not is_in_model()
+
+    @in_graphs()
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         group = self._group or self.prepare()
         if self.is_converted and len(group.workers) == 1 and alone.get():
@@ -167,8 +208,8 @@ class Layer(HasHandle):
             if self.fits_torch(layout, *args):
                 return self.torch_forward(input, *args, **settings)
         else:
-            layout, meta = self._agreement.agree_on(input)
-            input = entered(input, layout, meta)
+            assert isinstance(self, torch.nn.Module)
+            input, layout = enter(self._agreement, input, self)
         y, _ = self.compute(input, layout, *args, **settings)
         return y
 
@@ -232,10 +273,6 @@ class Layer(HasHandle):
     def partitions(self) -> Iterable[Partition]:
         """All partitions whose workers take part."""
         return (self.P_x,)
-
-    def _is_derived(self, name: str) -> bool:
-        own = ("_agreements", "_group", "_number", "_takes_part")
-        return name in own or super()._is_derived(name)
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)

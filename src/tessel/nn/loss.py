@@ -42,6 +42,8 @@ class DistributedLossBase(Layer):
     reduction: str
     setting_names: tuple[str, ...] = ("reduction",)  # what torch's own `forward` reads, plain
     weight_names: tuple[str, ...] = ()  # and tensors
+    # the keys of the calls say where weights lie in the memory of this process
+    _derived = Layer._derived | {"_calls"}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # by these names, as torch's
         return super().forward(input, target)
@@ -66,7 +68,7 @@ class DistributedLossBase(Layer):
         return tuple(getattr(self, name) for name in self.weight_names)
 
     def agree_on(self, name: str, value: Any, said: Said, note: str = "") -> Beside:
-        """Learn from all workers what they hold of a tensor beside the input."""
+        """Learn from all workers what they hold of another tensor than the input."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
         key = (note, self._settings, *map(_version, self.weights))
         calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
@@ -94,10 +96,6 @@ class DistributedLossBase(Layer):
             None if each is None else (each.dtype, each.device.type, each.requires_grad, each.shape)
             for each in self.weights
         )
-
-    def _is_derived(self, name: str) -> bool:
-        # the key says where weights lie in the memory of this process
-        return super()._is_derived(name) or name == "_calls"
 
     def extra_repr(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self._settings[0]]

@@ -1,4 +1,4 @@
-"""What workers agree on before a loss: tensors beside the input, and values that torch refuses."""
+"""What workers agree on before a loss: tensors besides the input, and values that torch refuses."""
 
 from __future__ import annotations
 

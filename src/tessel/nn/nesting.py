@@ -26,11 +26,16 @@ def nested(change: Callable[[Any], Any], value: Any) -> Any:
     def changed(leaf: Any) -> Any:
         if not _is_ours(leaf):
             return change(leaf)
-        new = _copied(leaf)
-        kind = next((each for each in _DICTIONARIES if isinstance(leaf, each)), None)
-        if kind is not None:
+        try:
+            new = copy(leaf)
+        except TypeError:  # a dictionary that cannot be made without arguments
+            kind: Any = type(leaf)
+            new = kind.__new__(kind)
+            new.__dict__.update(leaf.__dict__)
+        base = next((each for each in _DICTIONARIES if isinstance(leaf, each)), None)
+        if base is not None:
             for key, member in leaf.items():  # round what its class makes of an assignment
-                kind.__setitem__(new, key, nested(change, member))
+                base.__setitem__(new, key, nested(change, member))
         if isinstance(leaf, list):
             new[:] = [nested(change, member) for member in leaf]
         for field in fields(leaf) if is_dataclass(leaf) else ():
@@ -60,16 +65,6 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 _DICTIONARIES: tuple[Any, ...] = (OrderedDict, dict, UserDict)
-
-
-def _copied(value: Any) -> Any:
-    try:
-        return copy(value)
-    except TypeError:  # a dictionary that cannot be made without arguments
-        kind: Any = type(value)
-        new = kind.__new__(kind)
-        new.__dict__.update(value.__dict__)
-        return new
 
 
 def _is_ours(value: Any) -> bool:

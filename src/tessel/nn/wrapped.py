@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tessel.core.agreement import agree, tell
 from tessel.core.checksum import checksum
+from tessel.core.handles import constant_in_graphs
 from tessel.core.linop import record_local
 from tessel.core.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
@@ -85,6 +86,12 @@ def callers() -> Iterator[Module]:
         if frame.f_code is _CALL or frame.f_code is _AVERAGES:
             yield frame.f_locals["self"]
         frame = frame.f_back
+
+
+@constant_in_graphs
+def is_averaged() -> bool:
+    """Whether DDP calls what is compiled now; it runs eagerly there, and checks its replicas."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def wrappers_of(inside: Iterable[Module]) -> list[Module]:

@@ -409,11 +409,8 @@ def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
 def _layout(shape: Shape, given: Any, partition: Partition) -> Layout:
     if not isinstance(given, Layout):
         return on_grid(partition, shape)
-    in_order = all(
-        cut.intervals == boxes.consecutive(stop - start for start, stop in cut.intervals)
-        and cut.intervals[-1][1] == length
-        for cut, length in zip(given.cuts, given.shape, strict=True)
-    )
+    pairs = zip(given.cuts, given.shape, strict=True)
+    in_order = all(cut.is_consecutive(length) for cut, length in pairs)
     if given.shape != shape or given.shared or not given.owns_once or given.blocks or not in_order:
         raise ValueError(
             f"expected a layout of shape {shape} that stores each value once, in consecutive "

@@ -27,6 +27,7 @@ class Movement(HasHandle, torch.nn.Module):
     """
 
     _group: transport.Group | None = None
+    _derived = HasHandle._derived | {"_group", "_slices"}
 
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
         super().__init__()
@@ -66,8 +67,3 @@ class Movement(HasHandle, torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.P_x} → {self.P_y}"
-
-    def _is_derived(self, name: str) -> bool:
-        # Groups, and what was agreed on in them, belong to this job.
-        is_made = name in ("_group", "_slices") or name.startswith("_agreed_")
-        return is_made or super()._is_derived(name)

@@ -11,18 +11,18 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.wrapping import is_redundant
-from tessel.state.places import Places
+from tessel.state.places import Places, without_wrapper
 from tessel.transport import this_worker
 
 if TYPE_CHECKING:
@@ -131,12 +131,12 @@ class ModelState:
     """
 
     def __init__(self, module: Module, partition: Partition | None = None) -> None:
-        self.module = _inner(module)
+        self.module = without_wrapper(module)
         self.partition = partition
 
     def state_dict(self) -> dict[str, Any]:
         """The state with shards as parts of whole tensors; they share memory with the model."""
-        _forget_reader()
+        _note_reader(False)
         places = Places.of(self.module, self.partition, "ModelState")
         state = self.module.state_dict()
         problems = [
@@ -185,12 +185,12 @@ class OptimizerState:
     def __init__(
         self, module: Module, optimizer: Optimizer, partition: Partition | None = None
     ) -> None:
-        self.module, self.optimizer = _inner(module), optimizer
+        self.module, self.optimizer = without_wrapper(module), optimizer
         self.partition = partition
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of parameters, with parts of whole tensors."""
-        _forget_reader()
+        _note_reader(False)
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         places = Places.of(self.module, self.partition, "OptimizerState")
@@ -275,7 +275,7 @@ def checkpoint_reader(folder: str | os.PathLike[str]) -> FileSystemReader:
     """
     from tessel.state.checkpoint_reader import CheckpointReader
 
-    return CheckpointReader(folder, _note_reader)
+    return CheckpointReader(folder, partial(_note_reader, True))
 
 
 # Torch calls `state_dict` first, then reads, then calls `load_state_dict`.
@@ -283,15 +283,10 @@ _is_read_here = False  # whether a reader of ours has read what comes next
 _has_warned = False
 
 
-def _forget_reader() -> None:
+def _note_reader(is_ours: bool) -> None:
+    """Note whether what is given to models next was read without unpickling."""
     global _is_read_here
-    _is_read_here = False
-
-
-def _note_reader() -> None:
-    """Note that what is given to models next was read without unpickling."""
-    global _is_read_here
-    _is_read_here = True
+    _is_read_here = is_ours
 
 
 def _warn_of_pickles() -> None:
@@ -321,11 +316,6 @@ def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for each, grad in kept:
             each.grad = grad
-
-
-def _inner(module: Module) -> Module:
-    """The model without its wrapper, which would be part of all names."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _is_tensor(value: Any) -> bool:

@@ -9,6 +9,7 @@ from itertools import chain
 
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from tessel.core.agreement import agree, tell
 from tessel.core.layout import Layout
@@ -105,6 +106,11 @@ class Places:
             if missing:
                 difference = "worker {} has {}, and worker {} does not".format(*missing[0])
             raise ValueError(f"{what}: {difference}; pass the same on all workers")
+
+
+def without_wrapper(module: Module) -> Module:
+    """The model without `DistributedDataParallel`, which would be part of all names."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 Value = tuple[str, Tensor, Layout | None]

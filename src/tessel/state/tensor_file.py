@@ -206,7 +206,12 @@ class TensorFile:
         self._check(isinstance(header, dict), "its header is no table")
         self.notes = self._notes(header.pop("__metadata__", {}), text)
         self.entries = {name: self._entry(name, value) for name, value in header.items()}
-        self._check_places(size - self._begin)
+        # Tensors come one after the other, without gaps, to the end of the file.
+        place, end = 0, size - self._begin
+        for entry in sorted(self.entries.values(), key=lambda each: (each.start, each.num_bytes)):
+            self._check(entry.start == place, "its tensors overlap, or there is something between")
+            place += entry.num_bytes
+        self._check(place == end, f"it has {end} bytes of tensors and says that it has {place}")
         self._blocks = self._block_sums()
 
     @property
@@ -216,7 +221,9 @@ class TensorFile:
 
     def read(self, name: str, box: Sequence[Interval] | None = None) -> Tensor:
         """A tensor, or a box of it: only the blocks from its first to its last number are read."""
-        entry = self._known(name)
+        if name not in self.entries:
+            raise self._error(f"it has no {name!r}, but {', '.join(sorted(self.entries)[:8])}")
+        entry = self.entries[name]
         box = [(0, n) for n in entry.shape] if box is None else list(box)
         shape = tuple(max(0, stop - start) for start, stop in box)
         if not prod(shape):
@@ -249,11 +256,6 @@ class TensorFile:
                 )
         return data[start - first : stop - first]
 
-    def _known(self, name: str) -> TensorEntry:
-        if name not in self.entries:
-            raise self._error(f"it has no {name!r}, but {', '.join(sorted(self.entries)[:8])}")
-        return self.entries[name]
-
     def _notes(self, notes: Any, text: bytes) -> dict[str, str]:
         is_text = isinstance(notes, dict) and all(isinstance(v, str) for v in notes.values())
         self._check(is_text, "its notes are not text")
@@ -280,14 +282,6 @@ class TensorFile:
             is_right = False
         self._check(is_right, f"what it says of {name!r} is no tensor")
         return entry
-
-    def _check_places(self, size: int) -> None:
-        """Tensors come one after the other, without gaps, to the end of the file."""
-        place = 0
-        for entry in sorted(self.entries.values(), key=lambda each: (each.start, each.num_bytes)):
-            self._check(entry.start == place, "its tensors overlap, or there is something between")
-            place += entry.num_bytes
-        self._check(place == size, f"it has {size} bytes of tensors and says that it has {place}")
 
     def _block_sums(self) -> dict[str, str] | None:
         if "tessel.checksum" not in self.notes:

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 
 from tessel.core.agreement import tell
 from tessel.core.partition import Partition
 from tessel.state.parts import StateCollector, kinds, local_problem
-from tessel.state.places import Places
+from tessel.state.places import Places, without_wrapper
 from tessel.state.tensor_file import TensorFile, TensorFileWriter
 
 
@@ -39,7 +38,7 @@ def save_weights(
     >>> tessel.nn.load_weights(model, path)
     """
     call = "save_weights"
-    module = _inner(module)
+    module = without_wrapper(module)
     places = Places.of(module, partition, call)
     if not places.row.active:
         return
@@ -100,7 +99,7 @@ def load_weights(
     >>> tessel.nn.save_weights(model, path)
     >>> tessel.nn.load_weights(model, path)
     """
-    module = _inner(module)
+    module = without_wrapper(module)
     places = Places.of(module, partition, "load_weights")
     if not places.row.active:
         return
@@ -110,9 +109,12 @@ def load_weights(
         file = TensorFile(path)
         wrong = _difference(file, state, places)
         if wrong:
-            problem = f"{path} is of another model: {wrong}"
-        else:
-            found = {name: _own_part(file, name, places) for name in state}
+            raise ValueError(f"{path} is of another model: {wrong}")
+        for name in state:
+            layout, box = places.layouts.get(name), None
+            if layout is not None and places.is_apart(layout):  # of others all workers read all
+                box = layout.box() or [(0, 0)] * len(layout.shape)
+            found[name] = file.read(name, box)
     except (OSError, ValueError) as error:
         problem = str(error)
     _raise_together(places, "load_weights", problem)
@@ -132,19 +134,7 @@ def _difference(file: TensorFile, state: dict[str, Any], places: Places) -> str:
     return ""
 
 
-def _own_part(file: TensorFile, name: str, places: Places) -> Tensor:
-    layout = places.layouts.get(name)
-    if layout is None or not places.is_apart(layout):
-        return file.read(name)
-    box = layout.box()
-    return file.read(name, [(0, 0)] * len(layout.shape) if box is None else box)
-
-
 def _raise_together(places: Places, what: str, problem: str) -> None:
     for worker, told in tell(places.row, problem).items():
         if told:
             raise ValueError(f"{what}: on worker {worker}, {told}")
-
-
-def _inner(module: Module) -> Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module

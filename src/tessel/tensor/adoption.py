@@ -47,23 +47,16 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
     if is_held is not None and is_held(x):
         return False
     call = f"a write of parts into a plain tensor of shape {target.shape}"
-    heard = agree(target.partition, call, numbers=[int(_is_alone(x))])
+    storage = x.untyped_storage()  # one reference of its own
+    is_alone = (
+        not weakref.getweakrefs(x)  # as converted models have to their parameters and buffers
+        and x._use_count() == 1  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(storage._cdata) == 2
+    )
+    heard = agree(target.partition, call, numbers=[int(is_alone)])
     if not all(alone for (alone,) in heard.numbers.values()):
         return False
     with torch.no_grad():
         new: Any = Tensor(target.local_part(x).clone(), target)
     torch.utils.swap_tensors(x, new)
     return True
-
-
-def _is_alone(x: torch.Tensor) -> bool:
-    """Whether nothing but Python's names for this very tensor refers to it or to its memory.
-
-    Converted models have weak references to their parameters and buffers.
-    """
-    storage = x.untyped_storage()  # one reference of its own
-    return (
-        not weakref.getweakrefs(x)
-        and x._use_count() == 1  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(storage._cdata) == 2
-    )

@@ -42,6 +42,11 @@ def operator(*names: str) -> Callable[[Operator], Operator]:
     return enter
 
 
+def _of_dims(name: str) -> list[str]:
+    """The overloads for one, two and three dimensions of space."""
+    return [name.format(n) for n in (1, 2, 3)]
+
+
 same("sum", "sum.dim_IntList", "mean", "mean.dim", "prod", "prod.dim_int", "amax", "amin")
 same("max", "max.dim", "min", "min.dim", "argmax", "argmin", "logsumexp", "cumsum", "cumprod")
 same("any", "any.dim", "all", "all.dim", "var.correction", "std.correction", "trace")
@@ -55,6 +60,35 @@ same("view_as_complex", "slice_scatter", "select_scatter", "diff", "index_copy",
 same("repeat", "unfold", "reshape", "new_zeros", "new_ones", "new_full", of=torch.Tensor)
 OPERATORS["aten::linalg_vector_norm"] = torch.linalg.vector_norm
 OPERATORS["aten::_conj"] = torch.conj_physical  # the bit for "to be conjugated" is not a wrapper's
+
+operator("alias")(lambda x: x.view(x.shape))
+operator("expand")(lambda x, size, *, implicit=False: x.expand(size))
+operator("constant_pad_nd")(lambda x, widths, value=0: F.pad(x, widths, "constant", value))
+operator(*_of_dims("reflection_pad{}d"))(lambda x, widths: F.pad(x, widths, "reflect"))
+operator(*_of_dims("replication_pad{}d"))(lambda x, widths: F.pad(x, widths, "replicate"))
+operator("_softmax")(lambda x, dim, widens: x.softmax(dim, torch.float32 if widens else None))
+operator("_log_softmax")(
+    lambda x, dim, widens: x.log_softmax(dim, torch.float32 if widens else None)
+)
+operator("embedding")(  # the other arguments concern gradients alone
+    lambda weight, indices, *of_gradients: F.embedding(indices, weight)
+)
+operator("max_pool2d_with_indices")(
+    lambda x, size, stride=(), *rest: F.max_pool2d_with_indices(x, size, stride or None, *rest)
+)
+operator("_adaptive_avg_pool2d")(lambda x, size: F.adaptive_avg_pool2d(x, size))
+operator("_adaptive_avg_pool3d")(lambda x, size: F.adaptive_avg_pool3d(x, size))
+operator("im2col")(lambda x, *settings: F.unfold(x, *settings))
+operator("col2im")(lambda x, *settings: F.fold(x, *settings))
+operator(*_of_dims("upsample_nearest{}d.vec"))(
+    lambda x, size, scales: F.interpolate(x, size, scales, mode="nearest")
+)
+operator(*_of_dims("_upsample_nearest_exact{}d.vec"))(
+    lambda x, size, scales: F.interpolate(x, size, scales, mode="nearest-exact")
+)
+operator("upsample_bicubic2d.vec")(
+    lambda x, size, align, scales: F.interpolate(x, size, scales, "bicubic", align)
+)
 
 # functions of each element on its own that torch does not tag so
 ELEMENTWISE = frozenset(
@@ -138,11 +172,6 @@ def view(x: Tensor, size: Sequence[int]) -> Any:
     return x.reshape(size)
 
 
-@operator("expand")
-def expand(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Any:
-    return x.expand(size)
-
-
 @operator("slice.Tensor")
 def slice_of(
     x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
@@ -167,26 +196,6 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
         y[tuple(slice(None) if each is None else each for each in indices)] = values
         return y
     return torch.index_put(x, tuple(indices), values, accumulate)
-
-
-@operator("constant_pad_nd")
-def pad(x: Tensor, widths: Sequence[int], value: float = 0) -> Any:
-    return F.pad(x, widths, "constant", value)
-
-
-@operator("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
-def pad_by_reflection(x: Tensor, widths: Sequence[int]) -> Any:
-    return F.pad(x, widths, "reflect")
-
-
-@operator("replication_pad1d", "replication_pad2d", "replication_pad3d")
-def pad_by_replication(x: Tensor, widths: Sequence[int]) -> Any:
-    return F.pad(x, widths, "replicate")
-
-
-@operator("alias")
-def alias(x: Tensor) -> Any:
-    return x.view(x.shape)
 
 
 @operator("_to_copy")
@@ -228,16 +237,6 @@ def _within(grad: Any, size: Sequence[int], dim: int, start: int) -> Any:
 
 
 # -- functions of rows ----------------------------------------------------------------------------
-
-
-@operator("_softmax")
-def softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
-    return torch.softmax(x, dim, dtype=torch.float32 if half_to_float else None)
-
-
-@operator("_log_softmax")
-def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
-    return torch.log_softmax(x, dim, dtype=torch.float32 if half_to_float else None)
 
 
 @operator("_softmax_backward_data")
@@ -396,7 +395,7 @@ def group_norm(
 def batch_norm_in_evaluation(
     x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """As torch's: beside the result what would be statistics, which are empty here."""
+    """As torch's: besides the result, statistics, which are empty here."""
     y = F.batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return y, empty, empty.clone()
@@ -460,11 +459,6 @@ def _check_long(*values: Any) -> None:
             raise unsupported("norm", "not with such numbers", *held_layouts(values))
 
 
-@operator("max_pool2d_with_indices")
-def max_pool2d(x: Tensor, size: Any, stride: Any = (), *rest: Any) -> Any:
-    return F.max_pool2d_with_indices(x, size, stride or None, *rest)
-
-
 @operator("max_pool2d_with_indices_backward")
 def max_pool2d_backward(
     grad: Any, x: Any, size: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Any
@@ -485,24 +479,9 @@ def avg_pool2d_backward(grad: Any, x: Any, *settings: Any) -> Any:
     return pulled_back(lambda x: avg_pool2d(x, *settings), grad, x)[0]
 
 
-@operator("_adaptive_avg_pool2d")
-def adaptive_avg_pool2d(x: Any, size: Any) -> Any:
-    return F.adaptive_avg_pool2d(x, size)
-
-
-@operator("_adaptive_avg_pool3d")
-def adaptive_avg_pool3d(x: Any, size: Any) -> Any:
-    return F.adaptive_avg_pool3d(x, size)
-
-
-@operator("im2col")
-def unfolded(x: Any, size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    return F.unfold(x, size, dilation, padding, stride)
-
-
-@operator("col2im")
-def folded(x: Any, output: Any, size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    return F.fold(x, output, size, dilation, padding, stride)
+@operator("_adaptive_avg_pool2d_backward")
+def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
+    return pulled_back(lambda x: F.adaptive_avg_pool2d(x, grad.shape[-2:]), grad, x)[0]
 
 
 @operator("grid_sampler_2d", "grid_sampler_3d")
@@ -511,56 +490,30 @@ def sampled(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> 
     return F.grid_sample(x, grid, modes[mode], paddings[padding], align_corners)
 
 
-@operator("_adaptive_avg_pool2d_backward")
-def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
-    return pulled_back(lambda x: F.adaptive_avg_pool2d(x, grad.shape[-2:]), grad, x)[0]
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
-@operator(*(f"upsample_nearest{n}d.vec" for n in (1, 2, 3)))
-def upsample(x: Any, size: Any, scales: Any) -> Any:
-    return F.interpolate(x, size, scales, mode="nearest")
-
-
-@operator(*(f"_upsample_nearest_exact{n}d.vec" for n in (1, 2, 3)))
-def upsample_exactly(x: Any, size: Any, scales: Any) -> Any:
-    return F.interpolate(x, size, scales, mode="nearest-exact")
-
-
-_MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
-
-
-@operator(*(f"upsample_{mode}{n}d.vec" for n, mode in _MODES.items()))
+@operator(*(f"upsample_{mode}{n}d.vec" for n, mode in _LINEAR.items()))
 def upsample_linearly(x: Any, size: Any, align_corners: bool, scales: Any) -> Any:
-    return F.interpolate(x, size, scales, _MODES[x.dim() - 2], align_corners)
+    return F.interpolate(x, size, scales, _LINEAR[x.dim() - 2], align_corners)
 
 
-@operator("upsample_bicubic2d.vec")
-def upsample_bicubic(x: Any, size: Any, align_corners: bool, scales: Any) -> Any:
-    return F.interpolate(x, size, scales, "bicubic", align_corners)
-
-
-@operator(*(f"upsample_nearest{n}d" for n in (1, 2, 3)))
+@operator(*_of_dims("upsample_nearest{}d"))
 def upsample_to(x: Any, size: Any, *scales: Any) -> Any:
     _check_by_size(x, scales)
     return F.interpolate(x, size, mode="nearest")
 
 
-@operator(*(f"upsample_{mode}{n}d" for n, mode in _MODES.items()))
+@operator(*(f"upsample_{mode}{n}d" for n, mode in _LINEAR.items()))
 def upsample_linearly_to(x: Any, size: Any, align_corners: bool, *scales: Any) -> Any:
     _check_by_size(x, scales)
-    return F.interpolate(x, size, mode=_MODES[x.dim() - 2], align_corners=align_corners)
+    return F.interpolate(x, size, mode=_LINEAR[x.dim() - 2], align_corners=align_corners)
 
 
 def _check_by_size(x: Any, scales: Sequence[Any]) -> None:
-    """Scales beside sizes need not agree with these: then values are read elsewhere."""
+    """Scales that are passed with sizes need not agree with them, and change what is read."""
     if any(each is not None for each in scales):
         raise unsupported("interpolate", "not with sizes and scales at once", *held_layouts(x))
-
-
-@operator("embedding")
-def embedding(weight: Any, indices: Any, *of_gradients: Any) -> Any:
-    """The other arguments concern gradients alone."""
-    return F.embedding(indices, weight)
 
 
 @operator("embedding_dense_backward")
@@ -602,31 +555,21 @@ def nll_loss_backward(
     return pulled_back(lambda x: _nll(x, target, weight, reduction, ignored), grad, x)[0]
 
 
-@operator("mse_loss")
-def mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
-    return F.mse_loss(x, target, reduction=_REDUCTIONS[reduction])
+def loss_of_elements(name: str, *settings: str) -> None:
+    """Enter a loss of each element with its backward formula, by the names of its settings."""
+    own = getattr(F, name)
+
+    def loss(x: Any, target: Any, reduction: int = 1, *given: Any, **named: Any) -> Any:
+        named |= dict(zip(settings, given, strict=False))
+        return own(x, target, reduction=_REDUCTIONS[reduction], **named)
+
+    def pulled(grad: Any, x: Any, target: Any, *given: Any) -> Any:
+        return pulled_back(lambda x: loss(x, target, *given), grad, x)[0]
+
+    operator(name)(loss)
+    operator(f"{name}_backward")(pulled)
 
 
-@operator("mse_loss_backward")
-def mse_loss_backward(grad: Any, x: Any, target: Any, reduction: int) -> Any:
-    return pulled_back(lambda x: mse_loss(x, target, reduction), grad, x)[0]
-
-
-@operator("huber_loss")
-def huber_loss(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
-    return F.huber_loss(x, target, _REDUCTIONS[reduction], delta)
-
-
-@operator("huber_loss_backward")
-def huber_loss_backward(grad: Any, x: Any, target: Any, reduction: int, delta: float) -> Any:
-    return pulled_back(lambda x: huber_loss(x, target, reduction, delta), grad, x)[0]
-
-
-@operator("smooth_l1_loss")
-def smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
-    return F.smooth_l1_loss(x, target, reduction=_REDUCTIONS[reduction], beta=beta)
-
-
-@operator("smooth_l1_loss_backward")
-def smooth_l1_loss_backward(grad: Any, x: Any, target: Any, reduction: int, beta: float) -> Any:
-    return pulled_back(lambda x: smooth_l1_loss(x, target, reduction, beta), grad, x)[0]
+loss_of_elements("mse_loss")
+loss_of_elements("huber_loss", "delta")
+loss_of_elements("smooth_l1_loss", "beta")

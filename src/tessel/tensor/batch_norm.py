@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.linop import LinearOperator, in_transform, record_map
+from tessel.core.linop import LinearOperator, Tensors, in_transform, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.tensor.moments import Pair, combined, local_moments, update_running
@@ -95,32 +95,18 @@ class BatchNorm:
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, self.eps), mean, scale
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor],
-    ) -> Sequence[Tensor | None]:
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
+    ) -> Tensors:
         """The gradients of x, w and b; those of the composition if they are derived again."""
         (grad, *_), (x, weight, _) = grads, xs
         assert x is not None
         if grad is None:
             grad = torch.zeros_like(x)
         if torch.is_grad_enabled():
-            return self._derivable(grad, needs, xs)
+            return derived(self.composed, grad, needs, xs)
         given = self._cuda_gradient if x.is_cuda else self._gradient
-        found = given(grad, x, weight, *ys)
+        found = given(grad, needs, x, weight, *ys)
         return [each if need else None for each, need in zip(found, needs, strict=True)]
-
-    def _derivable(
-        self, grad: Tensor, needs: Sequence[bool], xs: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        wanted = [x for x, need in zip(xs, needs, strict=True) if need and x is not None]
-        found: Any = torch.autograd.grad(
-            self.composed(*xs), wanted, grad, create_graph=True, materialize_grads=True
-        )
-        each = iter(found)
-        return [next(each) if need else None for need in needs]
 
     def _gathered(self, *moments: Tensor) -> Tensor:
         """Those of all places, each of which has two rows."""
@@ -129,21 +115,21 @@ class BatchNorm:
     # -- on a processor, whose kernels take means and variances
 
     def _gradient(
-        self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor
-    ) -> Sequence[Tensor]:
-        here = grad.new_zeros(grad.shape), torch.zeros_like(mean), torch.zeros_like(mean)
-        if x.numel():
-            here = torch.ops.aten.native_batch_norm_backward(
-                grad, x, weight, mean, variance, None, None, False, self.eps, [True] * 3
-            )
-        of_x, of_weight, of_bias = here
-        both = self.total.apply(torch.stack([of_weight, of_bias]))
-        # the kernel took m and v for numbers; what they depend on is linear in x̂
-        slope = (variance + self.eps).rsqrt() / -sum(self.counts)
-        first, second = both * (slope if weight is None else slope * weight)
-        if x.numel():
-            of_x += F.batch_norm(x, mean, variance, first, second, False, 0.0, self.eps)
-        return of_x, *both
+        self,
+        grad: Tensor,
+        needs: Sequence[bool],
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+    ) -> Sequence[Tensor | None]:
+        both = self.total.apply(torch.stack(gradient_sums(grad, x, mean, variance, self.eps)))
+        if not needs[0]:
+            return None, *both
+        scale = (variance + self.eps).rsqrt()
+        scale = scale if weight is None else scale * weight
+        slopes = both * (scale / -sum(self.counts))
+        return gradient_of(grad, x, mean, variance, self.eps, scale, slopes), *both
 
     # -- on a GPU, whose kernels for several workers take the reciprocal of s
 
@@ -155,8 +141,14 @@ class BatchNorm:
         return nothing, nothing
 
     def _cuda_gradient(
-        self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor
-    ) -> Sequence[Tensor]:
+        self,
+        grad: Tensor,
+        needs: Sequence[bool],
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        scale: Tensor,
+    ) -> Sequence[Tensor | None]:
         if x.numel():
             grad = grad.contiguous(memory_format=_memory_format(x))
             sums = torch.batch_norm_backward_reduce(
@@ -167,6 +159,8 @@ class BatchNorm:
         both = self.total.apply(torch.stack(sums))
         kind = torch.float32 if weight is None else weight.dtype
         parameters = (both[1] * scale).to(kind), both[0].to(kind)
+        if not needs[0]:
+            return None, *parameters
         if not x.numel():
             return torch.zeros_like(x), *parameters
         counts = constant(self.counts, torch.int32, x.device)
@@ -174,6 +168,52 @@ class BatchNorm:
             grad, x, mean, scale, weight, both[0], both[1], counts
         )
         return of_x, *parameters
+
+
+def derived(
+    composed: Callable[..., Tensor],
+    grad: Tensor,
+    needs: Sequence[bool],
+    xs: Sequence[Tensor | None],
+) -> Sequence[Tensor | None]:
+    """The gradients of the composition, which can be derived again."""
+    wanted = [x for x, need in zip(xs, needs, strict=True) if need and x is not None]
+    found: Any = torch.autograd.grad(
+        composed(*xs), wanted, grad, create_graph=True, materialize_grads=True
+    )
+    each = iter(found)
+    return [next(each) if need else None for need in needs]
+
+
+def gradient_sums(
+    grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Σ g x̂ and Σ g over all dimensions but the second, of this worker's part."""
+    if not x.numel():
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    # Without the gradient of x, and so without room for it: torch's kernel for that takes three
+    # times as long as what `gradient_of` does.
+    _, slope, shift = torch.ops.aten.native_batch_norm_backward(
+        grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return slope, shift
+
+
+def gradient_of(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    scale: Tensor,
+    slopes: Tensor,
+) -> Tensor:
+    """c g + a x̂ + b, with numbers c and (a, b) for every index of the second dimension."""
+    if not x.numel():
+        return torch.zeros_like(x)
+    slope, shift = slopes
+    found = F.batch_norm(x, mean, variance, slope, shift, False, 0.0, eps)
+    return found.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:

@@ -22,7 +22,7 @@ from torch import Tensor
 from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
-from tessel.core.linop import record_map
+from tessel.core.linop import Tensors, record_map
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.tensor.table import recut, widened
@@ -88,32 +88,17 @@ class BlockSchedule:
         """What the worker at a place combines in a step: nothing where it sees nothing."""
         found, start = [], 0
         (first, stop) = self.block(place, step)
-        for rows in self.rows[place]:
-            for (top, bottom), (left, right) in self._seen(rows, (first, stop)):
+        for row, bottom in self.rows[place]:
+            top, columns = row, [(first, stop)]
+            if self.is_causal:  # rows that see any of the columns: before the diagonal, beside it
+                top = max(row, first)
+                columns = [(first, min(top, stop)), (top, min(bottom, stop))]
+            for left, right in columns:
                 if top < bottom and left < right:
-                    at = start + top - rows[0]
+                    at = start + top - row
                     found.append(Tile(at, (top, bottom), left - first, (left, right)))
-            start += rows[1] - rows[0]
+            start += bottom - row
         return found
-
-    def _seen(self, rows: Interval, columns: Interval) -> list[tuple[Interval, Interval]]:
-        """What rows see of columns: all of them, or before the diagonal and beside it."""
-        if not self.is_causal:
-            return [(rows, columns)]
-        top = max(rows[0], columns[0])
-        before = columns[0], min(top, columns[1])
-        beside = top, min(rows[1], columns[1])
-        return [((top, rows[1]), before), ((top, rows[1]), beside)]
-
-
-@kept_in_job
-def _fetch(schedule: BlockSchedule, layout: Layout, dim: int, step: int) -> Move:
-    """The movement that brings everybody the columns of a step, but none that it does not see."""
-    intervals = tuple(
-        schedule.block(place, step) if schedule.tiles(place, step) else (0, 0)
-        for place in range(len(schedule.rows))
-    )
-    return move(layout, recut(layout, dim, Cut(schedule.axes, intervals)))
 
 
 @dataclass(frozen=True)
@@ -138,10 +123,22 @@ class Operand:
             x = x.narrow(self.columns, start, tile.columns[1] - tile.columns[0])
         return x.narrow(-2, tile.start, tile.rows[1] - tile.rows[0]) if self.rows else x
 
+    @kept_in_job
     def fetch(self, schedule: BlockSchedule, step: int) -> Move:
-        """The movement that brings everybody the columns of a step."""
+        """The movement that brings everybody the columns of a step that it sees."""
         assert self.layout is not None and self.columns is not None
-        return _fetch(schedule, self.layout, len(self.layout.shape) + self.columns, step)
+        intervals = tuple(
+            schedule.block(place, step) if schedule.tiles(place, step) else (0, 0)
+            for place in range(len(schedule.rows))
+        )
+        dim = len(self.layout.shape) + self.columns
+        return move(self.layout, recut(self.layout, dim, Cut(schedule.axes, intervals)))
+
+
+def pieces_of(held: Sequence[Tensor | None], operands: Sequence[Operand], tile: Tile) -> list[Any]:
+    """What belongs to a tile, of all operands that are there."""
+    both = zip(held, operands, strict=True)
+    return [None if x is None else each.piece(x, tile) for x, each in both]
 
 
 def visits(
@@ -222,10 +219,7 @@ class BlockSum:
         """
         found = list(own)
         for tile in tiles:
-            pieces = [
-                None if x is None else each.piece(x, tile)
-                for x, each in zip(held, self.inputs, strict=True)
-            ]
+            pieces = pieces_of(held, self.inputs, tile)
             terms: list[Tensor | None] = list(self.term(tile, *pieces))
             for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True)):
                 piece, like, total = terms[n], held[k], found[n]
@@ -240,11 +234,7 @@ class BlockSum:
         return [_zeros(held[k]) if x is None else x for x, k in zip(found, self.like, strict=True)]
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor] = (),
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
         """A sum over the same blocks, of what torch derives from a term."""
         grads = [

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from tessel.core.boxes import Box
 from tessel.core.layout import Shape
+from tessel.core.linop import Tensors
 from tessel.core.numbers import constant
 from tessel.tensor.block_sum import (
     ROWS,
     BlockSchedule,
     BlockSum,
     Operand,
-    Term,
     Tile,
     derived,
+    pieces_of,
     visits,
 )
 from tessel.tensor.counter_random import uniform_in
@@ -93,6 +94,13 @@ class Scores:
             return x
         return x.index_select(-3, constant(self.heads, torch.int64, x.device))
 
+    def of_keys(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The adjoint: the gradient of keys or values x, summed over the heads that share them."""
+        if self.heads is None or grad.shape == x.shape:
+            return grad
+        index = constant(self.heads, torch.int64, grad.device)
+        return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)
+
     def dropped(self, tile: Tile, weights: Tensor) -> Tensor:
         """Weights, or what stands in their place, with dropout."""
         drop = self.dropout
@@ -132,7 +140,8 @@ class BlockwiseAttention:
         for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
-                self._merge(old, out, *self._attended(tile, *self._pieces(tile, held)))
+                # no name for what it gives, which would be kept while the next tile is computed
+                self._merge(old, out, *self._attended(tile, *pieces_of(held, self.operands, tile)))
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
 
     @staticmethod
@@ -143,10 +152,6 @@ class BlockwiseAttention:
         base = new.masked_fill(new == -math.inf, 0)
         out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
         old.copy_(new)
-
-    def _pieces(self, tile: Tile, held: Sequence[Tensor | None]) -> list[Any]:
-        both = zip(held, self.operands, strict=True)
-        return [None if x is None else each.piece(x, tile) for x, each in both]
 
     def _attended(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
         """The attention to the keys of a tile, and the logarithm of the sum of exponentials."""
@@ -173,12 +178,8 @@ class BlockwiseAttention:
         return FlashKernel(q, k, v, mask, is_diagonal, self.scores.scale)
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor],
-    ) -> list[Tensor | None]:
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
+    ) -> Tensors:
         """The gradients, by one more pass over the blocks."""
         (grad, of_logarithm), (out, logarithm) = grads, ys
         grad = torch.zeros_like(out) if grad is None else grad
@@ -193,16 +194,7 @@ class BlockwiseAttention:
             return shares.vjp([ones], (*needs, *[False] * 3), given)[:4]
         wanted = tuple(k for k, need in enumerate(needs) if need)
         # torch's kernel gives no gradient of a mask, and none for that of the logarithm
-        term = self._gradients(wanted, of_logarithm is None and 3 not in wanted)
-        outputs = tuple(self.operands[k] for k in wanted)
-        total = BlockSum(self.schedule, term, (*operands, ROWS, ROWS), outputs, wanted)
-        found: list[Tensor | None] = [None] * 4
-        for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
-            found[k] = each
-        return found
-
-    def _gradients(self, wanted: tuple[int, ...], may_use_kernel: bool) -> Term:
-        """The gradients of a tile: by torch's kernel, or as torch derives the shares."""
+        may_use_kernel = of_logarithm is None and 3 not in wanted
         derive = derived(self._shares, 7, wanted)
 
         def gradients(tile: Tile, *pieces: Any) -> Sequence[Tensor]:
@@ -211,9 +203,14 @@ class BlockwiseAttention:
             if kernel is None:
                 return derive(tile, *pieces[:-1])
             found = kernel.gradients(grad, out, logarithm)
-            return [_like(found[k], pieces[k], self.scores.heads) for k in wanted]
+            return [self.scores.of_keys(found[k], pieces[k]) for k in wanted]
 
-        return gradients
+        outputs = tuple(self.operands[k] for k in wanted)
+        total = BlockSum(self.schedule, gradients, (*operands, ROWS, ROWS), outputs, wanted)
+        found: list[Tensor | None] = [None] * 4
+        for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
+            found[k] = each
+        return found
 
     def _shares(self, tile: Tile, *pieces: Tensor | None) -> tuple[Tensor]:
         """Of each query, the share of a tile in what the gradient is that of."""
@@ -276,11 +273,3 @@ class FlashKernel:
             )
         )
         return found
-
-
-def _like(grad: Tensor, x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
-    """The gradient of keys or values, summed over the heads of queries that share them."""
-    if heads is None or grad.shape == x.shape:
-        return grad
-    index = constant(tuple(heads), torch.int64, grad.device)
-    return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)

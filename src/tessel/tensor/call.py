@@ -120,7 +120,7 @@ def rule_of(name: str) -> Rule:
 
 def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Code that nobody can look into: of whole operands, with the same random numbers on all."""
-    args, kwargs = mapped(_settled, args), mapped(_settled, kwargs)
+    args, kwargs = mapped(_summed, args), mapped(_summed, kwargs)
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(map(is_whole, layouts)):
         raise unsupported(name, "scripted code has no rule", *layouts)
@@ -136,20 +136,28 @@ def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     Functions and methods of torch that are written in C++ are made of the same schemas: with the
     same arguments they are the same operators.
     """
-    schema, namespace = func._schema, func.namespace
-    own = schema.name.partition("::")[2]
-    known = OPERATORS.get(func.name())
-    if known is None and namespace == "aten":
-        places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
-        known = next((getattr(each, own) for each in places if hasattr(each, own)), None)
-        return follow(name, func, args, kwargs) if known is None else known(*args, **kwargs)
-    if known is not None:
-        try:
-            return known(*args, **kwargs)
-        except UnsupportedError:
-            if not may_gather():
-                raise
+    result = by_operator(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    if func.namespace == "aten" and func.name() not in OPERATORS:
+        own = func._schema.name.partition("::")[2]
+        for place in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
+            if hasattr(place, own):
+                return getattr(place, own)(*args, **kwargs)
     return follow(name, func, args, kwargs)
+
+
+def by_operator(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What `tensor/aten.py` makes of an operator; NotImplemented if operands are to be gathered."""
+    known = OPERATORS.get(func.name())
+    if known is None:
+        return NotImplemented
+    try:
+        return known(*args, **kwargs)
+    except UnsupportedError:
+        if not may_gather():
+            raise
+        return NotImplemented
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -206,8 +214,8 @@ def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    if _needs_settling(args) or (kwargs and _needs_settling(kwargs.values())):
-        args, kwargs = mapped(_settled, args), mapped(_settled, kwargs)
+    if _needs_summing(args) or (kwargs and _needs_summing(kwargs.values())):
+        args, kwargs = mapped(_summed, args), mapped(_summed, kwargs)
     if kwargs and kwargs.get("out") is not None:
         return _written(name, func, args, kwargs)
     rule = RULES.get(name)
@@ -216,8 +224,9 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             # torch's first names, and the input by its position: rules know no others
             kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
             args = (kwargs.pop("input"), *args) if "input" in kwargs else args
-        if not args:
-            args, kwargs = _first_by_position(kwargs)
+        if not args and (key := next((each for each in _FIRST if each in kwargs), None)):
+            args = (kwargs[key],)
+            kwargs = {k: each for k, each in kwargs.items() if k != key}
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
         first = args[0]
@@ -245,16 +254,6 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 # by which functions call what comes first, where that is not "input"
 _FIRST = ("query", "tensors", "condition", "input1", "x1", "anchor", "tensor")
-
-
-def _first_by_position(kwargs: Settings) -> tuple[Arguments, Settings]:
-    """Arguments that are all given by name, as rules know them: the first by its position."""
-    for key in _FIRST:
-        if key in kwargs:
-            return (kwargs[key],), {name: each for name, each in kwargs.items() if name != key}
-    return (), kwargs
-
-
 _RESHAPE_IN_PLACE = frozenset(
     (
         *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
@@ -311,7 +310,7 @@ def _partition(args: Arguments, kwargs: Settings) -> Any:
     return next(spread_among(args, kwargs))._layout.partition
 
 
-def _needs_settling(values: Iterable[Any]) -> bool:
+def _needs_summing(values: Iterable[Any]) -> bool:
     """Whether a tensor among the arguments is in separate copies, or has no part here."""
     for value in values:
         if isinstance(value, Tensor):
@@ -319,14 +318,14 @@ def _needs_settling(values: Iterable[Any]) -> bool:
             if layout.summed is not layout or layout.is_outside:
                 return True
         elif isinstance(value, list | tuple):
-            if _needs_settling(value):
+            if _needs_summing(value):
                 return True
-        elif isinstance(value, dict) and _needs_settling(value.values()):
+        elif isinstance(value, dict) and _needs_summing(value.values()):
             return True
     return False
 
 
-def _settled(value: Any) -> Any:
+def _summed(value: Any) -> Any:
     """An argument; a tensor in separate copies is a sum that is not made yet: it is now."""
     if not isinstance(value, Tensor):
         return value
@@ -383,31 +382,21 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if func._schema.is_mutable:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
+    is_of_elements = torch.Tag.pointwise in func.tags
     with below_autograd():
-        values, settings = mapped(of_values, args), mapped(of_values, kwargs)
-        result = _by_values(name, func, values, settings)
+        args, kwargs = mapped(of_values, args), mapped(of_values, kwargs)
+        if name in _LIKE and len(found) == 1:
+            result = made(func(*parts(args), **parts(kwargs)), first._layout)
+        elif is_of_elements or (name in ELEMENTWISE and func.namespace == "aten"):
+            result = follow(OF_ELEMENTS, func, args, kwargs)
+        else:
+            result = by_operator(func, args, kwargs)
+        if result is NotImplemented:
+            error = unsupported(name, "it has no rule", *held_layouts(found))
+            result = without_rule(name, func, args, kwargs, error)
     if isinstance(result, tuple) and len(func._schema.returns) == 1:  # torch wants a list here
         return list(result)
     return result
-
-
-def _by_values(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What an operator gives: by the rule of the same function, else of whole operands."""
-    found = list(spread_among(args, kwargs))
-    first = found[0]._layout
-    if name in _LIKE and len(found) == 1:
-        return made(func(*parts(args), **parts(kwargs)), first)
-    if torch.Tag.pointwise in func.tags or (name in ELEMENTWISE and func.namespace == "aten"):
-        return follow(OF_ELEMENTS, func, args, kwargs)
-    operator = OPERATORS.get(func.name())
-    if operator is not None:
-        try:
-            return operator(*args, **kwargs)
-        except UnsupportedError:
-            if not may_gather():
-                raise
-    why = unsupported(name, "it has no rule", *held_layouts(found))
-    return without_rule(name, func, args, kwargs, why)
 
 
 _ALIASES = frozenset(

@@ -94,7 +94,9 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     counts = name in _COMPARED_FACTS or call.rule_of(name) in (call.at_once, call.follow)
     if _inside.get() or torch.compiler.is_compiling() or not counts:
         return call.above(func, args, kwargs)
-    said = [_said(name, each, not (k == 0 and _writes(name))) for k, each in enumerate(args)]
+    # the first operand may hold anything before it is overwritten
+    writes = name in ("copy_", "__setitem__", "fill_", "zero_") or name.startswith("set ")
+    said = [_said(name, each, not (k == 0 and writes)) for k, each in enumerate(args)]
     said += [f"{key}={_said(name, each, key != 'out')}" for key, each in sorted(kwargs.items())]
     mode = "" if torch.is_grad_enabled() else "; under torch.no_grad()"
     layouts = held_layouts(args, kwargs)
@@ -143,7 +145,13 @@ def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
 
 _MOVEMENTS = tuple(
     (kind, name, kind.__dict__[name])
-    for kind, name in ((Move, "_apply"), (Move, "start"), (Halo, "_swap"))
+    for kind, name in (
+        (Move, "_apply"),
+        (Move, "start"),
+        (Move, "start_apart"),
+        (Move, "complete"),
+        (Halo, "_swap"),
+    )
 )
 
 
@@ -160,11 +168,6 @@ def _anything_moves(source: Layout, target: Layout) -> bool:
 
 
 # -- arguments in words ---------------------------------------------------------------------------
-
-
-def _writes(name: str) -> bool:
-    """Whether a function overwrites its first operand, which may hold anything before."""
-    return name in ("copy_", "__setitem__", "fill_", "zero_") or name.startswith("set ")
 
 
 def _said(name: str, value: Any, is_read: bool = True) -> str:

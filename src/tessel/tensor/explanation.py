@@ -52,19 +52,15 @@ def explain(what: Any, *args: Any, **kwargs: Any) -> Any:
     ['ParDFT along 0']
     """
     if what is F.scaled_dot_product_attention:
-        return _attention(*args, **kwargs)
+        operands, is_causal, groups = named_operands(args, kwargs)
+        if not any(isinstance(each, Tensor) for each in operands):
+            raise ValueError("explain: attention of plain tensors is torch's own; pass spread ones")
+        size = operands[0].element_size()
+        ways = ways_of(operands, is_causal, groups)
+        return AttentionExplanation(tuple((each.way, each.num_values * size) for each in ways))
     if callable(what) and not hasattr(what, "plan"):
         raise NotImplementedError(
             f"explain: a distributed operator or torch.nn.functional.scaled_dot_product_attention "
             f"is needed, got {what}"
         )
     return explain_operator(what, *args, **kwargs)
-
-
-def _attention(*args: Any, **kwargs: Any) -> AttentionExplanation:
-    operands, is_causal, groups = named_operands(args, kwargs)
-    if not any(isinstance(each, Tensor) for each in operands):
-        raise ValueError("explain: attention of plain tensors is torch's own; pass spread ones")
-    size = operands[0].element_size()
-    ways = ways_of(operands, is_causal, groups)
-    return AttentionExplanation(tuple((each.way, each.num_values * size) for each in ways))

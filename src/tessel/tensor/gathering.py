@@ -82,15 +82,25 @@ def without_rule(
     name: str, func: Any, args: Arguments, kwargs: Settings, why: UnsupportedError
 ) -> Any:
     """Gather the operands and let every worker compute the same, or raise."""
-    changes = is_in_place(name) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
     if not may_gather():
         raise why
-    if changes:
-        return _into_whole(name, func, args, kwargs, why)
+    spread = list(spread_among(args, kwargs))
+    if is_in_place(name) or kwargs.get("inplace") or kwargs.get("out") is not None:
+        # a plain tensor, which every worker has, is changed by whole values, and no other
+        target = args[0] if args else None
+        is_plain = isinstance(target, torch.Tensor) and not isinstance(target, Tensor)
+        # Workers outside of the partition have the plain tensor, too, and no values for it.
+        everywhere = all(each._layout.partition.size == num_workers() for each in spread)
+        if not is_plain or not everywhere or not is_in_place(name) or "out" in kwargs:
+            raise why
+        say(name, spread)
+        if (written := written_whole.get()) is not None:
+            written.append(name)
+        return func(target, *gathered(args[1:]), **gathered(kwargs))
     if is_random(name):  # each worker would draw numbers of its own
         raise why
     # Forward mode has levels of its own, from which a gradient does not find back to the parts.
-    needs_grad = any(each._part.requires_grad for each in spread_among(args, kwargs))
+    needs_grad = any(each._part.requires_grad for each in spread)
     if name == "_make_dual" and needs_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "forward mode (torch.func.jvp, forward_ad.make_dual) of a spread tensor that needs a "
@@ -98,23 +108,6 @@ def without_rule(
             "in backward mode, as torch.func.vjp or torch.autograd.grad"
         )
     return of_whole(name, func, args, kwargs)
-
-
-def _into_whole(
-    name: str, func: Any, args: Arguments, kwargs: Settings, why: UnsupportedError
-) -> Any:
-    """Change a plain tensor, which every worker has, by whole values; raise for any other."""
-    spread = list(spread_among(args, kwargs))
-    target = args[0] if args else None
-    is_plain = isinstance(target, torch.Tensor) and not isinstance(target, Tensor)
-    # Workers outside of the partition have the plain tensor, too, and no values for it.
-    everywhere = all(each._layout.partition.size == num_workers() for each in spread)
-    if not is_plain or not everywhere or not is_in_place(name) or "out" in kwargs:
-        raise why
-    say(name, spread)
-    if (written := written_whole.get()) is not None:
-        written.append(name)
-    return func(target, *gathered(args[1:]), **gathered(kwargs))
 
 
 def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

@@ -69,17 +69,16 @@ def nearest_on(partition: Partition, layout: Layout) -> Layout:
                 intervals = boxes.balanced(layout.shape[dim], places)
             cuts.append(Cut(along[dim], intervals))
         options.append(of_cuts(partition, layout.shape, tuple(cuts)))
-    return min(options, key=lambda option: _difference(layout, option))
 
+    def changed(option: Layout) -> tuple[int, int]:
+        """How many values workers do not have yet in this layout, and not any more."""
+        gained = lost = 0
+        for worker in layout.partition.ranks:
+            before, after = layout.box(worker), option.box(worker)
+            assert before is not None and after is not None
+            kept = boxes.common_volume(before, after)
+            gained += boxes.volume(after) - kept
+            lost += boxes.volume(before) - kept
+        return gained, lost
 
-def _difference(old: Layout, new: Layout) -> tuple[int, int]:
-    """How many values workers have in one layout and not yet in another, and not any more."""
-    gained = lost = 0
-    for worker in old.partition.ranks:
-        before, after = old.box(worker), new.box(worker)
-        assert before is not None and after is not None
-        common = [boxes.overlap(*both) for both in zip(before, after, strict=True)]
-        kept = prod(0 if each is None else each[1] - each[0] for each in common)
-        gained += boxes.volume(after) - kept
-        lost += boxes.volume(before) - kept
-    return gained, lost
+    return min(options, key=changed)

@@ -35,24 +35,24 @@ class Pieces:
         plan: what the outputs read.
         dim: the dimension.
         window: along it.
-        fringe: what brings the rows of others.
+        halo: what brings the rows of others.
     """
 
     plan: Windowed
     dim: int
     window: Window
-    fringe: Halo
+    halo: Halo
 
     def apply(self, x: Tensor, pool: Pool) -> Tensor:
         """This worker's outputs."""
-        flat = self.fringe.apply(x)
+        flat = self.halo.apply(x)
         dim, length = self.dim, self.plan.source.shape[self.dim]
         own, wanted = self.plan.source.box(), self.plan.target.box()
         assert own is not None and wanted is not None
         (a, b), outputs = own[dim], wanted[dim]
         inner = _inner(self.window, (a, b), outputs, length)
         assert inner is not None
-        strips = iter(self.fringe.split(flat))
+        strips = iter(self.halo.split(flat))
         pieces = []
         for part in ((outputs[0], inner[0]), inner, (inner[1], outputs[1])):
             if part[0] >= part[1]:

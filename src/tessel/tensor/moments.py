@@ -18,6 +18,8 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     x = widened(x)
     mean = x.sum(_all_but_second(x)) / max(1, _count(x))
     centre = mean.detach()
+    if not torch.is_grad_enabled():
+        return mean, mean_square(x, centre)
     # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
     # zero there, and so is its slope; its second derivative is not.
     return mean, mean_square(x, centre) - (mean - centre).square()
@@ -50,7 +52,8 @@ def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, 
         shares: what part of all values each place has.
     """
     mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean).square())).sum(0)
+    offsets = means - mean
+    variance = (shares * torch.addcmul(variances, offsets, offsets)).sum(0)
     return mean, variance
 
 
@@ -59,7 +62,7 @@ def update_running(
     running: Pair, mean: Tensor, variance: Tensor, count: int, momentum: float
 ) -> None:
     """Running statistics take in those of so many values; the new ones count `momentum`."""
-    unbiased = variance * (count / (count - 1))
-    for each, new in zip(running, (mean, unbiased), strict=True):
+    unbiased = momentum * count / (count - 1)
+    for each, new, much in zip(running, (mean, variance), (momentum, unbiased), strict=True):
         assert each is not None
-        each.mul_(1.0 - momentum).add_(new, alpha=momentum)
+        each.mul_(1.0 - momentum).add_(new, alpha=much)

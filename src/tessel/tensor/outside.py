@@ -49,8 +49,11 @@ def outlined(
         follow: follows the rule of a function.
         name, func, args, kwargs: the function and its arguments.
     """
-    if name.startswith("new_") and _is_plain(name, func, args, kwargs):  # it needs no values
-        return func(*parts(args), **parts(kwargs))
+    if name.startswith("new_"):
+        shape = tuple(outlines(func, args, kwargs).shape)
+        # one that all workers have, and not spread as the first argument, needs no values
+        if name == "new_tensor" or new_layout(args[0]._layout, shape) is None:
+            return func(*parts(args), **parts(kwargs))
     originals: dict[int, Tensor] = {}
 
     def without_values(value: Any) -> Any:
@@ -91,12 +94,6 @@ def outlined(
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
     return found
-
-
-def _is_plain(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
-    """Whether a new tensor is one that all workers have, and not spread as the first argument."""
-    shape = tuple(outlines(func, args, kwargs).shape)
-    return name == "new_tensor" or new_layout(args[0]._layout, shape) is None
 
 
 @kept_in_job

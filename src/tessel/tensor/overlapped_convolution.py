@@ -18,6 +18,7 @@ from torch import Tensor
 from tessel.core.boxes import Interval, overlap
 from tessel.core.halo import AsyncHalo, Halo, HaloBox
 from tessel.core.layout import Layout
+from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import ReceptiveField, Window
 from tessel.tensor.windowed import Windowed
@@ -71,14 +72,14 @@ class Stripped:
     def apply(self, x: Tensor, of_part: OfPart, of_strip: OfStrip) -> Tensor:
         """This worker's outputs; the bias is added by `of_part` alone."""
         halo = AsyncHalo(self.halo)
-        token = halo.start(x)
-        y = of_part(x, self.padding)
+        own, token = halo.start(x)
+        y = of_part(own, self.padding)
         flat = halo.wait(token)
         for edge, strip in zip(self.edges, self.halo.split(flat), strict=True):
-            rows = torch.arange(*edge.outputs, device=x.device)
+            rows = constant(tuple(range(*edge.outputs)), torch.int64, x.device)
             y = y.index_add_(edge.dim, rows, of_strip(strip, edge.padding, edge.dim, edge.taps))
         if not self.edges:  # others may still read of this part: it hangs on the halo, too
-            none = torch.arange(0, device=x.device)
+            none = constant((), torch.int64, x.device)
             y = y.index_add_(-1, none, anchored_zeros((*y.shape[:-1], 0), flat))
         return y
 

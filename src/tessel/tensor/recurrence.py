@@ -20,7 +20,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.boxes import Interval
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
@@ -86,6 +86,14 @@ class Pipeline:
         ]
         return self._states(intervals, self.layout.shape[self.batch], depth, width)
 
+    @kept_in_job
+    def by_samples(self, shape: Shape) -> Layout:
+        """States that lie as the samples do, and are the same along all other axes."""
+        grid, cut = self.layout.partition, self.layout.cuts[self.batch]
+        shared = tuple(axis for axis in range(grid.dim) if axis not in cut.axes)
+        return Layout(grid, shape, (Cut.whole(shape[0]), cut, Cut.whole(shape[2])), shared)
+
+    @kept_in_job
     def shift(self, step: int, depth: int, width: int) -> tuple[Layout, Layout]:
         """How states lie after a step, and before the next."""
         places, at = range(len(self.order)), {p: q for q, p in enumerate(self.order)}
@@ -120,11 +128,6 @@ def pipeline(layout: Layout, time: int, batch: int, backward: bool) -> Pipeline:
     # As many chunks as places: with more, workers would wait less at the ends, and longer for
     # torch, whose small products of a moment take as long as larger ones.
     return Pipeline(layout, time, batch, backward, min(most, len(layout.cuts[time].intervals)))
-
-
-@kept_in_job
-def _shift(way: Pipeline, step: int, depth: int, width: int) -> tuple[Layout, Layout]:
-    return way.shift(step, depth, width)
 
 
 class Wave:
@@ -189,7 +192,7 @@ class Wave:
         """Pass the states on, and get those for the next step, in one message."""
         if number >= self.way.num_steps - 1:
             return
-        between = move(*_shift(self.way, number, self.depth, sum(self.widths)))
+        between = move(*self.way.shift(number, self.depth, sum(self.widths)))
         found = between.apply(torch.cat(self.passed, -1))
         self.token = anchored_zeros((), found)
         self.received = list(found.split(self.widths, -1))

@@ -32,13 +32,6 @@ from tessel.transport import kept_in_job, this_worker
 Counts = tuple[tuple[int, ...], ...]
 
 
-def is_consecutive(cut: Cut, length: int) -> bool:
-    """Whether the parts of a dimension follow each other, each index in one of them."""
-    stops = [0, *(stop for _, stop in cut.intervals)]
-    starts = [*(start for start, _ in cut.intervals), length]
-    return starts == stops
-
-
 def owners(index: Tensor, intervals: Sequence[Interval]) -> Tensor:
     """In which of some consecutive intervals each index lies."""
     stops = constant(tuple(stop for _, stop in intervals), torch.int64, index.device)

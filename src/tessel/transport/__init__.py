@@ -1,7 +1,8 @@
 """Messages between processes: the only package that calls `torch.distributed`.
 
 A `Group` is a set of workers that can communicate. CPU tensors of workers on one host are sent
-through shared memory, all others through `torch.distributed`. It may import `core.boxes`, `errors`,
+through shared memory, those between hosts by MPI where mpirun has started the workers, and all
+others through `torch.distributed`. It may import `core.boxes`, `errors`,
 `limits` and `machine`.
 """
 
@@ -19,10 +20,12 @@ from tessel.transport.group import Group as Group
 from tessel.transport.group import code_of as code_of
 from tessel.transport.group import packed_words as packed_words
 from tessel.transport.group import tells_errors as tells_errors
+from tessel.transport.job import between_hosts as between_hosts
 from tessel.transport.job import can_share_memory as can_share_memory
 from tessel.transport.job import checks_calls as checks_calls
 from tessel.transport.job import chosen_transport as chosen_transport
 from tessel.transport.job import group_of as group_of
+from tessel.transport.job import hosts as hosts
 from tessel.transport.job import kept_in_job as kept_in_job
 from tessel.transport.job import leave as leave
 from tessel.transport.job import look_for_job as look_for_job

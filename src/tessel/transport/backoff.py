@@ -11,8 +11,10 @@ from tessel.transport.wakeup import Wakeup
 # shares its core, others run in between, since what it waits for may be theirs to do. A nap also
 # bounds how late a worker is found to have died, since a dead worker notifies no other.
 SPINS = 2000  # looks at once, if each worker has a core
+SPINS_FOR_HOSTS = 40  # the same, where a worker may wait for what another host has yet to send
 YIELDS = 100  # looks after each of which another process may run
 NAP = 0.05  # seconds of sleep, unless another worker notifies this one
+SHORT_NAP = 5e-4  # the same, for one that also looks after messages between hosts
 
 
 class Backoff:
@@ -30,8 +32,12 @@ class Backoff:
         self._pauses = 0
         self._since = 0.0
 
-    def pause(self) -> bool:
-        """Pause between two looks in vain; whether this was a whole nap without a notification."""
+    def pause(self, is_busy: bool = False) -> bool:
+        """Pause between two looks in vain; whether this was a whole nap without a notification.
+
+        Args:
+            is_busy: whether this worker also looks after something that wakes nobody up.
+        """
         self._pauses += 1
         beyond = self._pauses - self._spins
         if beyond <= 0:
@@ -43,7 +49,7 @@ class Backoff:
         elif not self._wakeup.is_asleep:  # not yet, or another thread of this worker has woken up
             self._wakeup.set_asleep(True)  # and look once more before sleeping
         else:
-            return not self._wakeup.wait(NAP)
+            return not self._wakeup.wait(SHORT_NAP if is_busy else NAP)
         return False
 
     def end(self) -> None:

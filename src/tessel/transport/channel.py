@@ -389,8 +389,14 @@ class Incoming(Channel):
         # Unexpected messages of the same key came earlier, so they answer earlier requests.
         earlier = sum(unexpected.key == key for unexpected in self._unexpected_messages)
         request = self._request(key, earlier)
-        if request is None:
-            self._check_order(key)
+        if request is None and key[1] < 0 and self.is_ordered:
+            # Exchanges outside of backward passes are numbered, in each group, and the messages of
+            # a worker come in the order in which it sends them: what comes before, or after, the
+            # one that is asked for will never be asked for, or was never sent.
+            came = {each.key for each in self._unexpected_messages}  # for requests that are closed
+            for each in self.expected:
+                if each.key[0] == key[0] and each.key[1] < 0 and each.key not in came:
+                    raise OutOfStep(each.key, key)
         if request is None or not request.is_open:
             unexpected = UnexpectedMessage(key, slot.header[WHOLE])
             self._unexpected_messages.append(unexpected)
@@ -403,19 +409,6 @@ class Incoming(Channel):
         """The one at this place among those with a key: messages come in the order of requests."""
         same = (request for request in self.expected if request.key == key)
         return next(islice(same, place, None), None)
-
-    def _check_order(self, key: Key) -> None:
-        """Raise if a message came in the place of another of the same group.
-
-        Exchanges outside of backward passes are numbered, in each group, and the messages of a
-        worker come in the order in which it sends them: what comes before, or after, the one that
-        is asked for will never be asked for, or was never sent.
-        """
-        if key[1] < 0 and self.is_ordered:
-            came = {each.key for each in self._unexpected_messages}  # for requests that are closed
-            for request in self.expected:
-                if request.key[0] == key[0] and request.key[1] < 0 and request.key not in came:
-                    raise OutOfStep(request.key, key)
 
     def _check(self, request: ReceiveRequest | ReceiveWords, num_bytes: int) -> None:
         if request.num_bytes != num_bytes:

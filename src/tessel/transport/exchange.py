@@ -11,6 +11,7 @@ from torch import Tensor
 from tessel.transport import wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.host import Awaited, Host
+from tessel.transport.mpi import Mpi
 from tessel.transport.request import Key, Rendezvous, SendRequest
 
 
@@ -22,19 +23,28 @@ class Ways:
         workers: of the group.
         host: those with whom this worker shares memory, if any.
         handle: of the group in `torch.distributed`.
+        mpi: what carries messages to other hosts; None if `torch.distributed` does.
 
     Attributes:
         others: of the group.
         near: those of them whom memory reaches, and `all_near` whether that is all.
+        are_all_by_gloo: whether all others are reached by `torch.distributed`.
     """
 
     def __init__(
-        self, worker: int, workers: tuple[int, ...], host: Host | None, handle: Any
+        self,
+        worker: int,
+        workers: tuple[int, ...],
+        host: Host | None,
+        handle: Any,
+        mpi: Mpi | None = None,
     ) -> None:
         self.worker, self.workers, self.host, self.handle = worker, workers, host, handle
+        self.mpi = mpi
         self.others = tuple(each for each in workers if each != worker)
         self.near = frozenset(host.workers if host else ()).intersection(self.others)
         self.all_near = len(self.near) == len(self.others)
+        self.are_all_by_gloo = not self.near and bool(self.others) and mpi is None
 
 
 class Exchange:
@@ -42,10 +52,21 @@ class Exchange:
 
     Memory carries those of workers of this host, `torch.distributed` the others. What a worker
     sends to itself is copied. Where values are added, they are so in the order of the receives.
+
+    Args:
+        ways: to the workers of the group.
+        key: of the messages.
+        sends, receives: at most one for each pair of workers.
+        tag: of messages between hosts; None for that of the key.
     """
 
     def __init__(
-        self, ways: Ways, key: Key, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer]
+        self,
+        ways: Ways,
+        key: Key,
+        sends: Sequence[SendBuffer],
+        receives: Sequence[ReceiveBuffer],
+        tag: int | None = None,
     ) -> None:
         self._ways = ways
         self._receives = receives
@@ -69,13 +90,22 @@ class Exchange:
                     self._open_all()
                     raise
         if not ways.all_near:
-            far, tag = set(ways.others) - ways.near, wire.tag_of(key[1])
+            far = set(ways.others) - ways.near
+            tag = wire.tag_of(key[1]) if tag is None else tag
             for buffer in receives:
                 if buffer.worker in far:
-                    self._pending_receives[buffer.worker] = wire.receive(buffer, ways.handle, tag)
+                    self._pending_receives[buffer.worker] = (
+                        wire.receive(buffer, ways.handle, tag)
+                        if ways.mpi is None
+                        else ways.mpi.receive(buffer, key, tag)
+                    )
             for sent in sends:
                 if sent.worker in far:
-                    self._pending_sends.append(wire.send(sent, ways.handle, tag))
+                    self._pending_sends.append(
+                        wire.send(sent, ways.handle, tag)
+                        if ways.mpi is None
+                        else ways.mpi.send(sent, key, tag)
+                    )
         if self._own and not self._ordered:  # while the rest is on its way
             for buffer in receives:
                 if buffer.worker == ways.worker:
@@ -84,7 +114,25 @@ class Exchange:
     def __call__(self) -> None:
         """Wait until all has come and is in its place, and all was sent."""
         try:
-            self._finish()
+            if self._ordered:  # so that a sum comes out the same each time, to the last bit
+                requests = dict(self._awaited)
+                for buffer in self._receives:
+                    if buffer.worker == self._ways.worker:
+                        buffer.put(self._own[0])
+                    elif buffer.worker in requests:
+                        request = requests[buffer.worker]
+                        request.is_open = True
+                        self._wait_near([(buffer.worker, request)], ())
+                    else:
+                        self._pending_receives.pop(buffer.worker)()
+                if self._messages:
+                    self._wait_near([])
+            elif self._awaited or self._messages:
+                self._wait_near(self._awaited)
+            for receive in self._pending_receives.values():
+                receive()
+            for send in self._pending_sends:
+                send()
         except BaseException:
             self._open_all()
             raise
@@ -93,27 +141,6 @@ class Exchange:
         """Let all that still comes find its place, and not that of a later exchange."""
         for _, request in self._awaited:
             request.is_open = True
-
-    def _finish(self) -> None:
-        if self._ordered:  # so that a sum comes out the same each time, to the last bit
-            requests = dict(self._awaited)
-            for buffer in self._receives:
-                if buffer.worker == self._ways.worker:
-                    buffer.put(self._own[0])
-                elif buffer.worker in requests:
-                    request = requests[buffer.worker]
-                    request.is_open = True
-                    self._wait_near([(buffer.worker, request)], ())
-                else:
-                    self._pending_receives.pop(buffer.worker)()
-            if self._messages:
-                self._wait_near([])
-        elif self._awaited or self._messages:
-            self._wait_near(self._awaited)
-        for receive in self._pending_receives.values():
-            receive()
-        for send in self._pending_sends:
-            send()
 
     def _wait_near(self, awaited: Sequence[Awaited], messages: Sequence[Any] | None = None) -> None:
         host = self._ways.host

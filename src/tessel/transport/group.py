@@ -24,6 +24,7 @@ from tessel.transport.copy_program import CopyProgram, Place, is_plain
 from tessel.transport.device_wait import DeviceWait
 from tessel.transport.exchange import Exchange, Ways, swap
 from tessel.transport.host import Give, Host, Take
+from tessel.transport.mpi import Mpi
 from tessel.transport.process import PeerProcess
 from tessel.transport.request import AGREED, Key, NotSent, OutOfStep
 from tessel.transport.traffic import Traffic
@@ -71,13 +72,17 @@ class Membership:
         tag: what messages of this thread carry now, so that they cannot be taken for others.
         traffic: the running totals of this worker.
         processes: of all workers, in their order.
+        hosts: for each worker the number of its host; empty if all run on one.
         host: those with whom this worker shares memory, if any.
+        mpi: what carries CPU tensors to other hosts; None if `torch.distributed` does.
         watch: over waits, and whether the job is broken.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     processes: list[PeerProcess] = field(default_factory=list)
+    hosts: tuple[int, ...] = ()
     host: Host | None = None
+    mpi: Mpi | None = None
     watch: Watch = field(default_factory=Watch)
 
     @cached_property
@@ -160,8 +165,8 @@ class Group:
         self._count(sends, receives)
         ways, tag, key = self._ways, self._membership.tag, self._key()
         self._number_exchange()
-        # one collective is quickest, where messages go one by one; but it carries no tag
-        if device.type == "cuda" or (dense and not tag and not ways.all_near):
+        # One collective is quickest where all would go by Gloo, one by one; but it carries no tag.
+        if device.type == "cuda" or (dense and not tag and ways.are_all_by_gloo):
             come = self._swap(key, sends, receives, device)
 
             def put() -> None:
@@ -173,7 +178,7 @@ class Group:
         wait = self.attempt(lambda: Exchange(ways, key, sends, receives), starts=True)
         if ways.all_near:
             return lambda: self.attempt(wait)
-        return lambda: self.attempt_by_wire(wait, key)
+        return lambda: self._attempt_far(wait, key)
 
     def _swap(
         self,
@@ -254,9 +259,10 @@ class Group:
     def program(
         self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
     ) -> CopyProgram | None:
-        """An exchange between workers of one host, prepared, if it can be."""
+        """An exchange with workers of this host alone, prepared, if it can be."""
         ways = self._ways
-        if not ways.all_near or ways.host is None:
+        near = {ways.worker, *ways.near}
+        if ways.host is None or not all(each[0] in near for each in (*gives, *takes)):
             return None
         return ways.host.program(self._code, dtype, gives, takes)
 
@@ -311,6 +317,8 @@ class Group:
             landed = self.follow(program, copies, value)
             if landed == self.size:
                 return copies.sum(0)
+        if self._teams:
+            return self._sum_by_hosts(value)
         receives = [ReceiveBuffer(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
         if program is not None and landed != NOTHING:  # the engine has begun
             self.finish(program, value, receives[landed:], value)
@@ -318,6 +326,23 @@ class Group:
             sends = [SendBuffer(worker, value) for worker in self.workers]
             self.exchange_at_once(sends, receives, value.device, dense=True)
         return copies.sum(0)
+
+    def _sum_by_hosts(self, value: Tensor) -> Tensor:
+        """The same: within each host first, then over hosts, in one order on all workers."""
+        worker, device = self._ways.worker, value.device
+        team = next(team for team in self._teams if worker in team)
+        firsts = [team[0] for team in self._teams]
+        for givers in (team, firsts):
+            copies, is_first = value.new_empty((len(givers), *value.shape)), worker == team[0]
+            receives = [ReceiveBuffer(w, c) for w, c in zip(givers, copies, strict=True)] * is_first
+            takers = givers if givers is firsts else team[:1]
+            sends = [SendBuffer(taker, value) for taker in takers if worker in givers]
+            self.exchange_at_once(sends, receives, device)
+            value = copies.sum(0) if is_first else value
+        total = torch.empty_like(value)
+        sends = [SendBuffer(taker, value) for taker in team] * is_first
+        self.exchange_at_once(sends, [ReceiveBuffer(team[0], total)], device)
+        return total
 
     def share_words(self, words: Sequence[int]) -> bytes:
         """Every worker's words, at most `NUM_WORDS`, as the bytes of an int64 array in group order.
@@ -338,6 +363,8 @@ class Group:
         self.num_exchanges += 1
         call = ~(number << 1 | 1)  # less than 0, which no backward pass has
         key = self._code, call
+        if self._teams:
+            return self._attempt_far(lambda: self._share_by_hosts(said, number, key), key)
         if not ways.all_near:
             return self.attempt_by_wire(lambda: self._share_by_wire(said, number), key)
         # Through memory: by the engine, and what it does not get, message by message.
@@ -370,14 +397,60 @@ class Group:
         words = array("q", [number, *array("q", said)])
         everyones = wire.share_words(words, self.size, self._control_device, self.handle)
         rows = np.frombuffer(everyones, np.int64).reshape(self.size, -1)
-        if (rows[:, 0] != number).any():
-            done = ", ".join(
-                f"{count} on worker {worker}"
-                for worker, count in zip(self.workers, rows[:, 0].tolist(), strict=True)
-            )
+        self._compare_numbers(number, dict(zip(self.workers, rows[:, 0].tolist(), strict=True)))
+        return rows[:, 1:].tobytes()
+
+    def _compare_numbers(self, number: int, numbers: dict[int, int]) -> None:
+        """Raise if workers have made other exchanges before this one than others."""
+        if any(each != number for each in numbers.values()):
+            done = ", ".join(f"{count} on worker {worker}" for worker, count in numbers.items())
             text = f"{DIFFERENT}: the exchanges before this one were {done}"
             raise OutOfStep((self._code, -1), (self._code, -1), text)
-        return rows[:, 1:].tobytes()
+
+    def _share_by_hosts(self, said: bytes, number: int, key: Key) -> bytes:
+        """Share with one message from host to host: the first worker of each speaks for all of it.
+
+        Between hosts the number comes with the words, so that one that differs is seen at once.
+        """
+        ways, length = self._ways, len(said) // 8
+        team = next(team for team in self._teams if ways.worker in team)
+        firsts = [team[0] for team in self._teams]
+        row_of = {worker: row for row, worker in enumerate(self.workers)}
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+            all_words = torch.empty((self.size, length), dtype=torch.int64)
+            all_words[row_of[ways.worker]] = torch.from_numpy(np.frombuffer(said, np.int64).copy())
+            if ways.worker != team[0]:
+                mine = SendBuffer(team[0], all_words[row_of[ways.worker]])
+                wait = Exchange(ways, key, [mine], [ReceiveBuffer(team[0], all_words)])
+                wait()
+                return all_words.numpy().tobytes()
+            rows = [ReceiveBuffer(worker, all_words[row_of[worker]]) for worker in team[1:]]
+            Exchange(ways, key, [], rows)()
+            ours = torch.cat([all_words[row_of[w]] for w in team] + [torch.tensor([number])])
+            theirs = {each[0]: ours.new_empty(len(each) * length + 1) for each in self._teams}
+            others = [first for first in firsts if first != ways.worker]
+            sends = [SendBuffer(other, ours) for other in others]
+            come = [ReceiveBuffer(other, theirs[other]) for other in others]
+            Exchange(ways, key, sends, come, tag=wire.AGREEMENT)()
+            theirs[ways.worker] = ours
+            self._compare_numbers(number, {first: int(theirs[first][-1]) for first in firsts})
+            for each in self._teams:
+                for place, worker in enumerate(each):
+                    all_words[row_of[worker]] = theirs[each[0]][place * length :][:length]
+            Exchange(ways, key, [SendBuffer(worker, all_words) for worker in team[1:]], [])()
+        return all_words.numpy().tobytes()
+
+    @cached_property
+    def _teams(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of this group by hosts; empty if that makes no difference."""
+        hosts, found = self._membership.hosts, dict[int, list[int]]()
+        if not hosts or self.handle is None or self._control_device.type != "cpu":
+            return ()
+        for worker in self.workers:
+            found.setdefault(hosts[worker], []).append(worker)
+        # Gloo has a collective of its own for workers each of which is alone on its host
+        least = self.size if self._membership.mpi is None else self.size + 1
+        return tuple(map(tuple, found.values())) if 1 < len(found) < least else ()
 
     @cached_property
     def _agreement(self) -> CopyProgram | None:
@@ -456,7 +529,8 @@ class Group:
 
     @cached_property
     def _ways(self) -> Ways:
-        return Ways(this_worker(), self.workers, self._membership.host, self.handle)
+        membership = self._membership
+        return Ways(this_worker(), self.workers, membership.host, self.handle, membership.mpi)
 
     @cached_property
     def _control_device(self) -> torch.device:
@@ -464,11 +538,14 @@ class Group:
 
     def _count(self, sends: Iterable[SendBuffer], receives: Iterable[ReceiveBuffer]) -> None:
         """Add what travels to the totals: not what stays on this worker."""
-        totals, worker = self._membership.traffic, self._ways.worker
+        totals, worker, hosts = self._membership.traffic, self._ways.worker, self._membership.hosts
         for sent in sends:
             if sent.worker != worker:
                 totals.messages += 1
                 totals.bytes_sent += sent.tensor.nbytes
+                if hosts and hosts[sent.worker] != hosts[worker]:
+                    totals.messages_between_hosts += 1
+                    totals.bytes_between_hosts += sent.tensor.nbytes
         for received in receives:
             if received.worker != worker:
                 totals.bytes_received += received.place.nbytes
@@ -534,6 +611,12 @@ class Group:
             return self.attempt(communicate)
         finally:
             self._watch.finish(wait)
+
+    def _attempt_far(self, communicate: Callable[[], T], key: Key) -> T:
+        """The same with other hosts, by MPI, where this worker can look itself, or by Gloo."""
+        if self._ways.mpi is not None:
+            return self.attempt(communicate)
+        return self.attempt_by_wire(communicate, key)
 
     def _key(self, begun: int = 0) -> Key:
         """What messages carry now: the group, and the number of the call or of the exchange."""

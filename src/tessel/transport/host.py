@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from tessel import endings
 from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 from tessel.machine import usable_cores
-from tessel.transport.backoff import SPINS, YIELDS, Backoff
+from tessel.transport.backoff import SPINS, SPINS_FOR_HOSTS, YIELDS, Backoff
 from tessel.transport.board import MemoryBoard
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.channel import Incoming, Message, Outgoing, SegmentMap
@@ -56,6 +57,19 @@ Give = tuple[int, Place]  # to a worker, from a place
 Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
 
 
+class Far(Protocol):
+    """What carries messages to other hosts, for as long as this worker looks after it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether messages are under way."""
+        ...
+
+    def progress(self) -> bool:
+        """Look after them; whether there was progress."""
+        ...
+
+
 class Host:
     """This worker's connections to the others of its host.
 
@@ -85,6 +99,7 @@ class Host:
         self._wakeups: dict[int, Wakeup] = {}
         self._segments = {worker: self._segment}
         self.watch = Watch()
+        self.far: Far | None = None  # what carries messages to other hosts, if that is ours to do
         self._processes: dict[int, PeerProcess] = {}
         self._wakeup = Wakeup(self._segment)
         self._wakeup.initialise()
@@ -112,6 +127,11 @@ class Host:
     def board(self) -> MemoryBoard:
         """Where the workers of this host say what they do."""
         return MemoryBoard(self.worker, self._segments, self._wakeups)
+
+    def spin_less(self) -> None:
+        """Keep the core for a short time only: others of this host may wait for another host."""
+        self._spins = min(self._spins, SPINS_FOR_HOSTS)
+        self._looks = self._spins or YIELDS
 
     def mix_threads(self) -> None:
         """Expect nothing of the order of messages: several threads of each worker send them."""
@@ -370,7 +390,8 @@ class Host:
             messages: of this worker.
             group: who takes part, so that the death of one makes the wait vain.
         """
-        backoff, wait = Backoff(self._wakeup, self._spins), None
+        backoff, far = Backoff(self._wakeup, self._spins), self.far
+        wait: Wait | None = None
         try:
             while True:  # what happens may be the doing of another thread
                 for worker, request in awaited:
@@ -388,28 +409,17 @@ class Host:
                     if wait is not None:  # the next one is another
                         self.watch.finish(wait)
                         wait = None
-                elif backoff.pause() and not self._progresses(awaited):
+                elif backoff.pause(far.is_busy if far else False) and not self._progresses(awaited):
                     needed = [*(who for who, _ in awaited), *(each.worker for each in messages)]
                     self.check_alive(needed, group, backoff.seconds)
-                    wait = self._noted(wait, awaited, messages, needed)
+                    if wait is None:  # it has lasted a nap: the watch is to know of it
+                        key = awaited[0][1].key if awaited else messages[0].key
+                        wait = self.watch.begin(key, needed)
+                    wait.beats += 1
             backoff.end()
         finally:
             if wait is not None:
                 self.watch.finish(wait)
-
-    def _noted(
-        self,
-        wait: Wait | None,
-        awaited: Sequence[Awaited],
-        messages: Sequence[SendRequest | SendWords | Rendezvous],
-        needed: Sequence[int],
-    ) -> Wait:
-        """Let the watch know of a wait that has lasted a nap."""
-        if wait is None:
-            key = awaited[0][1].key if awaited else messages[0].key
-            wait = self.watch.begin(key, needed)
-        wait.beats += 1
-        return wait
 
     def check_alive(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
         """Raise WorkerLost if what this worker waits for will not come."""
@@ -431,13 +441,9 @@ class Host:
 
     def _progresses(self, awaited: Sequence[Awaited]) -> bool:
         """Send what waits for room, and take what came; whether there was anything."""
-        moved = False
+        moved = self.far is not None and self.far.progress()
         with self._lock:
-            for worker in list(self._held):
-                channel = self._outgoing[worker]
-                moved = channel.push() or moved
-                if not channel.is_busy:
-                    self._held.discard(worker)
+            moved = self._push_held() or moved
             for worker, _ in awaited:
                 moved = self._pull(worker) or moved
             # Others may wait until this worker has read what they keep for it.
@@ -445,6 +451,22 @@ class Host:
                 for worker, incoming in self._incoming.items():
                     if incoming.is_asked:
                         moved = self._pull(worker) or moved
+        return moved
+
+    def push_held(self) -> bool:
+        """Send what waits for room, for a worker that waits elsewhere; whether there was any."""
+        if not self._held:
+            return False
+        with self._lock:
+            return self._push_held()
+
+    def _push_held(self) -> bool:
+        moved = False
+        for worker in list(self._held):
+            channel = self._outgoing[worker]
+            moved = channel.push() or moved
+            if not channel.is_busy:
+                self._held.discard(worker)
         return moved
 
     def _pull(self, worker: int) -> bool:

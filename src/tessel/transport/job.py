@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,16 +19,17 @@ import torch.distributed as dist
 from tessel import endings
 from tessel.limits import time_limit
 from tessel.settings import chosen, text
-from tessel.transport import semaphore, world
+from tessel.transport import mpi, semaphore, world
 from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
-from tessel.transport.host import Host
+from tessel.transport.host import USUAL_LIMIT, Host
 from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
 from tessel.transport.world import is_distributed, num_workers, this_worker
 
 F = TypeVar("F", bound=Callable[..., Any])
-TRANSPORTS = ("shared", "gloo")
+TRANSPORTS = ("auto", "shared", "gloo", "mpi")
+TRANSPORT = "TESSEL_TRANSPORT"
 CHECK = "TESSEL_CHECK"
 
 
@@ -48,7 +50,16 @@ def start(backend: str | None = None) -> bool:
 
 
 def _leave_at_exit() -> None:
-    leave(getattr(sys, "last_value", None))  # what has ended the program, if Python has shown it
+    error = getattr(sys, "last_value", None)  # what has ended the program, if Python has shown it
+    if _current is not None and _current.membership.mpi is not None:
+        watch = _current.membership.watch
+        if watch.alarm[0]:
+            # MPI waits for all processes before the first may end: for ever, if one has stopped.
+            limit = time_limit()
+            _end_program(error)
+            if not watch.have_all_ended(USUAL_LIMIT if limit is None else limit.total_seconds()):
+                mpi.abort()
+    leave(error)
 
 
 def leave(error: BaseException | None = None) -> None:
@@ -74,6 +85,11 @@ def total_traffic() -> Traffic:
 def look_for_job() -> None:
     """Notice that the job is another one: what was kept of the last ends with it."""
     _job()
+
+
+def hosts() -> tuple[int, ...]:
+    """For each worker of the job the number of its host; empty if all run on one."""
+    return _job().membership.hosts
 
 
 def shares_memory() -> bool:
@@ -120,8 +136,26 @@ def group_of(workers: Iterable[int]) -> Group:
 
 
 def chosen_transport() -> str:
-    """How workers of one host exchange CPU tensors: what TESSEL_TRANSPORT says."""
-    return chosen("TESSEL_TRANSPORT", TRANSPORTS)
+    """How workers exchange CPU tensors: what TESSEL_TRANSPORT says.
+
+    In a host by shared memory, unless it is "gloo". Between hosts by MPI if it is "mpi", by Gloo if
+    it is "shared"; "auto" takes MPI where mpirun has started all workers and mpi4py is installed.
+    """
+    return chosen(TRANSPORT, TRANSPORTS)
+
+
+def between_hosts() -> str:
+    """What carries CPU tensors to other hosts, and why; before groups are made, what would."""
+    job = _job()
+    if job.membership.mpi is not None:
+        return f"MPI ({job.membership.mpi.library})"
+    if job.membership.processes:  # all workers have decided
+        return f"Gloo: {job.why_gloo}" if job.why_gloo else "Gloo"
+    choice = chosen_transport()
+    if choice in ("shared", "gloo"):
+        return f"Gloo, as {TRANSPORT} says"
+    problem = mpi.why_not(os.environ, *world.launched_task(), choice == "mpi")
+    return f"Gloo: {problem}" if problem else "MPI, if all workers have the same"
 
 
 def checks_calls() -> bool:
@@ -178,6 +212,7 @@ class _Job:
     default: Any
     membership: Membership = field(default_factory=Membership)
     groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    why_gloo: str = ""  # carries what goes to other hosts, and not MPI
 
     def group(self, workers: tuple[int, ...]) -> Group:
         if workers not in self.groups:
@@ -192,6 +227,8 @@ class _Job:
 
     def end(self) -> None:
         self.membership.watch.end()
+        if isinstance(self.membership.mpi, mpi.Mpi):
+            self.membership.mpi.leave()
         if self.membership.host is not None:
             self.membership.host.leave()
             self.membership.host = cast(Host, _Left())
@@ -223,25 +260,65 @@ class _Job:
         agreement = Group(everyone, self.default, self.membership)
         watch = self.membership.watch
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
-        mine = PeerProcess.this(), chosen_transport() == "shared", text(CHECK) or "0"
-        said = agreement.share_objects(mine)
-        for number, (_, _, check) in enumerate(said):
-            if check != said[0][2]:
-                raise ValueError(
-                    f"{CHECK} must be the same on all workers: it is {said[0][2]!r} on worker 0 "
-                    f"and {check!r} on worker {number}"
-                )
+        choice = chosen_transport()
+        task = this_worker(), num_workers()
+        problem = mpi.why_not(os.environ, *task, choice == "mpi") if choice != "gloo" else ""
+        said = agreement.share_objects(
+            (PeerProcess.this(), text(CHECK) or "0", choice, problem, secrets.randbits(62))
+        )
+        for number, (_, check, theirs, _, _) in enumerate(said):
+            for name, first, value in ((CHECK, said[0][1], check), (TRANSPORT, said[0][2], theirs)):
+                # some may be told to do without shared memory: then nobody shares any
+                if value != first and (name == CHECK or "mpi" in (first, value)):
+                    raise ValueError(
+                        f"{name} must be the same on all workers: it is {first!r} on worker 0 "
+                        f"and {value!r} on worker {number}"
+                    )
         checks_calls()  # raises, on all of them, if it is set to nonsense
-        self.membership.processes = [process for process, _, _ in said]
-        if all(shares for _, shares, _ in said):
+        self.membership.processes = [process for process, *_ in said]
+        names = [process.host for process, *_ in said]
+        first = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.membership.hosts = tuple(first[name] for name in names) if len(first) > 1 else ()
+        if all(each[2] != "gloo" for each in said):
             self.membership.host = host = _connected(agreement, self.membership.processes)
             if host is not None:
                 host.watch = watch
+                if self.membership.hosts:
+                    host.spin_less()
                 if host.workers == everyone:  # a board in memory is read without asking anybody
                     watch.attach(this_worker(), everyone, host.board, host.board.alarm)
+        problem = next((f"worker {w}: {each[3]}" for w, each in enumerate(said) if each[3]), "")
+        if choice == "mpi" and problem:
+            raise RuntimeError(f"{TRANSPORT} is mpi, but {problem}; {mpi.WAY_OUT}")
+        self.why_gloo = problem
+        if self.membership.hosts and {each[2] for each in said} in ({"auto"}, {"mpi"}):
+            if not problem:
+                self._use_mpi(agreement, said[0][4], is_asked_for=choice == "mpi")
+        elif {each[2] for each in said} != {"auto"}:
+            self.why_gloo = f"as {TRANSPORT} says"
         _cut_off(agreement)  # it refers to itself, and would keep the process group for long
         for each in _listeners:
             each()
+
+    def _use_mpi(self, agreement: Group, salt: int, is_asked_for: bool) -> None:
+        """Let MPI carry what goes to other hosts, if it can on all workers."""
+        offers = agreement.share_objects(mpi.start())
+        problem, membership = mpi.problem_of(offers), self.membership
+        if not problem:
+            ranks = [offer.rank for offer in offers]
+            given = ranks, salt, membership.watch, membership.host, offers[0].library
+            membership.mpi = carrier = agreement.attempt(lambda: mpi.Mpi(*given))
+            if membership.host is not None:
+                membership.host.far = carrier
+        elif is_asked_for:
+            raise RuntimeError(f"{TRANSPORT} is mpi, but {problem}; {mpi.WAY_OUT}")
+        elif this_worker() == 0:
+            warnings.warn(
+                f"tensors are sent over Gloo between hosts, not MPI: {problem}; "
+                f"{TRANSPORT}=shared selects it",
+                stacklevel=2,
+            )
+        self.why_gloo = problem
 
 
 def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:

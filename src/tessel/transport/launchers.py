@@ -163,7 +163,7 @@ def find_job(environ: Environ) -> LaunchedJob | None:
     launcher = find_launcher(environ)
     if launcher is None:
         return None
-    rank, workers = _number(environ, launcher.rank), _number(environ, launcher.workers)
+    rank, workers = task_of(environ, launcher)
     if rank is None or workers is None:
         has, lacks = (
             (launcher.workers, launcher.rank) if rank is None else (launcher.rank, launcher.workers)
@@ -224,6 +224,11 @@ def find_launcher(environ: Environ) -> Launcher | None:
         )
         return SLURM if same and OPEN_MPI not in present else present[0]
     return present[0] if present else None
+
+
+def task_of(environ: Environ, launcher: Launcher) -> tuple[int | None, int | None]:
+    """The number of this task, and how many there are, as its launcher says."""
+    return _number(environ, launcher.rank), _number(environ, launcher.workers)
 
 
 def _is_present(environ: Environ, launcher: Launcher) -> bool:

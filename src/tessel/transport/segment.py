@@ -40,7 +40,17 @@ class Segment:
     """Memory that processes share, as bytes, as 64-bit words and as a tensor."""
 
     def __init__(self, file: int, size: int) -> None:
-        memory = _mapped(file, size)
+        # Python's own `mmap` keeps a copy of the descriptor as long as it is mapped (until 3.13),
+        # by which every process of the user could open the segment.
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        start = _LIBRARY.mmap(None, size, access, mmap.MAP_SHARED, file, 0)
+        if start in (None, ctypes.c_void_p(-1).value):
+            number = ctypes.get_errno()
+            raise OSError(number, f"{size} bytes cannot be mapped: {os.strerror(number)}")
+        # It stays when the file is closed, and goes when nothing uses it.
+        memory = (ctypes.c_char * size).from_address(start)
+        # Not at the end of the process: threads may still wait in it, and the system removes it.
+        weakref.finalize(memory, _LIBRARY.munmap, start, size).atexit = False
         self._memory = memoryview(memory).cast("B")
         self.words = self._memory.cast("q")
         with torch.inference_mode(False):
@@ -85,22 +95,6 @@ class Segment:
         if self.file is not None:
             os.close(self.file)
             self.file = None
-
-
-def _mapped(file: int, size: int) -> ctypes.Array[ctypes.c_char]:
-    """The memory of a file, which stays when the file is closed, and goes when nothing uses it.
-
-    Python's own `mmap` keeps a copy of the descriptor as long as it is mapped (until 3.13), by
-    which every process of the user could open the segment.
-    """
-    start = _LIBRARY.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
-    if start in (None, ctypes.c_void_p(-1).value):
-        number = ctypes.get_errno()
-        raise OSError(number, f"{size} bytes cannot be mapped: {os.strerror(number)}")
-    memory = (ctypes.c_char * size).from_address(start)
-    # Not at the end of the process: threads may still wait in it, and the system removes it.
-    weakref.finalize(memory, _LIBRARY.munmap, start, size).atexit = False
-    return memory
 
 
 _LIBRARY = ctypes.CDLL(None, use_errno=True)

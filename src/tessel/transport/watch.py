@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -50,11 +49,6 @@ def number_of(call: int) -> int | None:
     return ~call >> 1 if call < 0 else None
 
 
-def call_of(number: int, is_agreement: bool) -> int:
-    """What messages carry of an exchange, or agreement, with this number: less than 0."""
-    return ~(number << 1 | is_agreement)
-
-
 @dataclass
 class Wait:
     """A thread that waits for others.
@@ -65,6 +59,7 @@ class Wait:
         number: of the wait.
         interrupt: what ends a wait in which this worker cannot look at the alarm itself.
         beats: how often it looked in vain.
+        outer: the wait of the same thread in the course of which this one began.
         place_in_order: among the exchanges of its group that hold no thread, from 1.
         holds_thread: whether its thread does nothing else.
     """
@@ -77,6 +72,7 @@ class Wait:
     thread: threading.Thread = field(default_factory=threading.current_thread)
     since: float = field(default_factory=time.monotonic)
     place_in_order: int | None = None
+    outer: Wait | None = None
     holds_thread: ClassVar[bool] = True
 
     @property
@@ -107,7 +103,18 @@ class Wait:
     @property
     def place(self) -> tuple[str, str]:
         """The call that it is in, and the line of the user's code."""
-        return _place(sys._current_frames().get(self.thread.ident or 0))
+        what, operator, line = "", "", ""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        while frame is not None:
+            path, values = frame.f_code.co_filename, frame.f_locals
+            what = what or _call_in(frame.f_code.co_name, values)
+            if not operator and hasattr(values.get("self"), "codomain"):
+                operator = repr(values["self"])
+            is_library = path.startswith(("<", _HERE)) or f"{os.sep}torch{os.sep}" in path
+            if not line and not is_library and path != threading.__file__:
+                line = f"{os.path.basename(path)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return what or operator or "an exchange", line
 
 
 class Counts(Protocol):
@@ -260,6 +267,19 @@ class Watch:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         self._post(Status(FINISHED if error is None else FAILED, text))
 
+    def have_all_ended(self, seconds: float) -> bool:
+        """Whether the programs of all workers have ended, or do within these seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                states = [self._board_of().read(worker).state for worker in self.workers]
+            except RuntimeError:  # the store has gone: with worker 0, which has waited for all
+                return True
+            if all(state in (FINISHED, FAILED) for state in states):
+                return True
+            time.sleep(TICK)
+        return False
+
     def how_it_ended(self, worker: int) -> str:
         """How the program of a worker ended that takes no part any more."""
         status = Status() if self._board is None else self._board.read(worker)
@@ -280,6 +300,7 @@ class Watch:
         """Note that this thread waits."""
         self._num_waits += 1
         wait = Wait(key, tuple(needs), self._num_waits, interrupt)
+        wait.outer = self._waits.get(wait.thread.ident or 0)
         self._waits[wait.thread.ident or 0] = wait
         self._start()
         return wait
@@ -304,6 +325,8 @@ class Watch:
     def finish(self, wait: Wait) -> None:
         """Note that it has what it waited for."""
         self._waits.pop(wait.thread.ident or 0, None)
+        if wait.outer is not None:  # which goes on, say for messages of another host
+            self._waits[wait.thread.ident or 0] = wait.outer
 
     def describe(self, wait: Wait) -> str:
         """Where a thread waits, in the words of the user."""
@@ -413,7 +436,8 @@ class Watch:
         All that was sent before its first look has then come, to this worker and to that one.
         """
         seen, own = self._seen.get(worker, (None, mine))
-        if seen is None or own.wait != mine.wait or not _is_same(seen, status):
+        same = seen is not None and seen._replace(beats=status.beats, text=status.text) == status
+        if seen is None or own.wait != mine.wait or not same:
             self._seen[worker] = status, mine
             return False
         has_looked = status.state != WAITS or status.beats - seen.beats >= beats
@@ -506,24 +530,6 @@ def _ending(status: Status) -> str:
     return "its program has ended" if status.state == FINISHED else ""
 
 
-def _is_same(before: Status, now: Status) -> bool:
-    return before._replace(beats=0, text="") == now._replace(beats=0, text="")
-
-
-def _place(frame: FrameType | None) -> tuple[str, str]:
-    """What a thread does for its user: the call, and the line of the user's code."""
-    what, operator, line = "", "", ""
-    while frame is not None:
-        path, values = frame.f_code.co_filename, frame.f_locals
-        what = what or _call_in(frame.f_code.co_name, values)
-        if not operator and hasattr(values.get("self"), "codomain"):
-            operator = repr(values["self"])
-        if not line and not path.startswith(_HERE) and not _is_library(path):
-            line = f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return what or operator or "an exchange", line
-
-
 def _call_in(function: str, values: Mapping[str, Any]) -> str:
     """Which call a function belongs to, if its variables say so."""
     owner = values.get("self")
@@ -534,7 +540,3 @@ def _call_in(function: str, values: Mapping[str, Any]) -> str:
     if function == "agree":
         return str(values.get("call", ""))
     return type(owner).__name__ if isinstance(owner, torch.nn.Module) else ""
-
-
-def _is_library(path: str) -> bool:
-    return path.startswith("<") or f"{os.sep}torch{os.sep}" in path or path == threading.__file__

@@ -16,6 +16,7 @@ from tessel.encoding import decode, encode
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.request import OutOfStep
 
+AGREEMENT = 2**30 + 2  # the tag of agreements between hosts: no number has it
 _LONGEST = 2**36  # bytes of an encoded item: more is a length that was misread
 # what Gloo and NCCL both move as it is; anything else travels as bytes
 # what NCCL adds; complex numbers are pairs of these

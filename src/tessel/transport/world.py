@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tessel.limits import time_limit
 from tessel.machine import keep_freed_memory
 from tessel.settings import warn_of_unknown, whole_number
-from tessel.transport.launchers import LaunchedJob, find_job, meet, own_interface
+from tessel.transport.launchers import find_job, meet, own_interface
 
 _CAN_BE_DISTRIBUTED = dist.is_available()  # torch may have been built without it
 
@@ -50,6 +50,15 @@ def launched_as() -> str | None:
     return None if job is None else str(job)
 
 
+def launched_task() -> tuple[int, int]:
+    """The number of this process, and how many there are, as its launcher says before they meet."""
+    if is_distributed():
+        return this_worker(), num_workers()
+    job = find_job(os.environ)
+    given = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
+    return given if job is None else (job.rank, job.workers)
+
+
 def join(backend: str | None = None) -> bool:
     """Join the job that the launcher's environment describes; whether there was one to join.
 
@@ -64,9 +73,19 @@ def join(backend: str | None = None) -> bool:
     if is_distributed():
         return False
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        launched = find_job(os.environ)
-        if launched is not None:
-            _enter(launched)
+        job = find_job(os.environ)
+        if job is not None:  # meet the other tasks that srun or mpirun has started
+            store = meet(job, time_limit())
+            # After they have met, what torchrun would have set: a second attempt is to look at the
+            # launcher's variables.
+            for name, value in job.variables.items():
+                os.environ.setdefault(name, value)
+            interface = own_interface(job)
+            if interface is not None:  # Gloo and NCCL would take what the host's name stands for
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            _places.clear()
+            _places[_key()] = _Place(store, job.rank, job.workers, binds_gpus=job.binds_gpus)
     warn_of_unknown()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
@@ -101,22 +120,6 @@ _places: dict[tuple[str | None, ...], _Place] = {}  # by what the environment sa
 def _key() -> tuple[str | None, ...]:
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     return tuple(os.environ.get(name) for name in names)
-
-
-def _enter(job: LaunchedJob) -> None:
-    """Meet the other tasks that srun or mpirun has started, and set what torchrun would have set.
-
-    After they have met, and not before: a second attempt is to look at the launcher's variables.
-    """
-    store = meet(job, time_limit())
-    for name, value in job.variables.items():
-        os.environ.setdefault(name, value)
-    interface = own_interface(job)
-    if interface is not None:  # Gloo and NCCL would take what the host's name stands for
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    _places.clear()
-    _places[_key()] = _Place(store, job.rank, job.workers, binds_gpus=job.binds_gpus)
 
 
 def _rendezvous() -> tuple[Any, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -142,10 +143,15 @@ def grid() -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 @everywhere
 def test_output_and_gradients_are_those_of_torch(run: Run, nprocs: int, size: int) -> None:
     """Also of second order, and the weight that `max_norm` leaves."""
-    assert run(check_cases, grid(), size, nprocs=nprocs)[0] == len(grid())
+    cases = grid()
+    if nprocs == 4:  # of four workers, and of two of four, each has one half
+        random.Random(0).shuffle(cases)
+        cases = cases[size == 2 :: 2]
+    assert run(check_cases, cases, size, nprocs=nprocs)[0] == len(cases)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

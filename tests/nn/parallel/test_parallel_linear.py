@@ -386,6 +386,7 @@ def test_making_a_layer_needs_one_whole_weight_at_a_time(run: Run, nprocs: int, 
         assert peak <= whole + 2 * shard + 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 def test_without_dim_it_compiles_as_one_graph() -> None:
     torch._dynamo.reset()

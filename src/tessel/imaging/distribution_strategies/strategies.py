@@ -121,7 +121,7 @@ class WindowStrategy(DistributedSignalStrategy):
 
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
         in_order = sorted(local_indices, key=self._order.__getitem__)
-        return [(i, self.cut_out(X, self.windows[i], self.whole)) for i in in_order]
+        return [(i, X[self.region(self.windows[i].read, self.whole)]) for i in in_order]
 
     def apply_batching(self, patches: list[Tensor]) -> Iterator[Tensor]:
         for _, alike in groupby(patches, key=lambda patch: patch.shape):
@@ -134,12 +134,11 @@ class WindowStrategy(DistributedSignalStrategy):
         for i, patch in local_pairs:
             self.put_back(out_tensor, patch, self.windows[i], self.whole)
 
-    def cut_out(self, X: Tensor, window: PriorWindow, box: Box) -> Tensor:
-        """What a window reads of a tensor that holds this box of the dimensions that are cut."""
-        return X[self.region(window.read, box)]
-
     def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: Box) -> None:
-        """Put what the prior made of a window into such a tensor: its core, or all, weighted."""
+        """Put what the prior made of a window into a tensor that holds a box: its core, or all.
+
+        All of it is weighted, to be blended with what other windows give.
+        """
         if not self.overlap:
             inside = patch[self.region(window.core, window.read)]
             out[self.region(window.core, box)] = inside
@@ -297,13 +296,22 @@ def create_strategy(
                 f"it takes no settings {settings} and no other shape than {tuple(signal_shape)}"
             )
         return strategy
+    return maker_of(strategy)(signal_shape, **settings)
+
+
+def maker_of(strategy: Any) -> Callable[..., DistributedSignalStrategy]:
+    """What makes a strategy of a shape and settings; ValueError if it is none, nor the name of one.
+
+    >>> maker_of("basic").__name__
+    'BasicStrategy'
+    """
     make = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
     if not callable(make):
         raise ValueError(
             f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
             f"got {strategy!r}"
         )
-    return make(signal_shape, **settings)
+    return make
 
 
 def checked_sizes(

@@ -84,10 +84,9 @@ class Rows:
         """How many copies of the image there are."""
         return prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
 
-    @property
-    def place(self) -> int:
-        """Which of the copies this worker has a part of."""
-        coordinates = self.layout.partition.index
+    def place_of(self, worker: int) -> int:
+        """Which of the copies a worker has a part of."""
+        coordinates = self.layout.partition.coordinates(worker)
         assert coordinates is not None
         sizes = [self.layout.partition.shape[axis] for axis in self.layout.shared]
         return boxes.ravel([coordinates[axis] for axis in self.layout.shared], sizes)
@@ -150,11 +149,8 @@ def whole_rows(partition: Partition, shape: Shape) -> Rows:
 
 def check_parts(layout: Layout, what: str) -> None:
     """Raise ValueError unless each index of an image lies on one worker, in order."""
-    ordered = all(
-        cut.intervals == boxes.consecutive(stop - start for start, stop in cut.intervals)
-        and cut.intervals[-1][1] == length
-        for cut, length in zip(layout.cuts, layout.shape, strict=True)
-    )
+    pairs = zip(layout.cuts, layout.shape, strict=True)
+    ordered = all(cut.is_consecutive(length) for cut, length in pairs)
     if not ordered or not layout.owns_once or layout.shared:
         raise ValueError(
             f"{what} needs an image in parts that lie one after the other, each on one worker: "

@@ -9,6 +9,7 @@ and `A_adjoint_A` where it has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -112,7 +113,8 @@ def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[Rule, Shape | None
         # size is then fixed: no other is tried.
         how = padding.lower() if isinstance(padding, str) else "circular"
         small = _small(shape, filter.shape, factor) if isinstance(padding, str) else None
-        yield (lambda layout: Convolution(layout, lambda: physics.filter, how, factor)), small
+        now = partial(getattr, physics, "filter")  # it may be assigned anew
+        yield (lambda layout: Convolution(layout, now, how, factor)), small
     elif filter is None and hasattr(physics, "filter") and isinstance(factor, int):
         yield (lambda layout: Decimation(layout, factor)), _small(shape, (1,) * len(shape), factor)
     mask = getattr(physics, "mask", None)

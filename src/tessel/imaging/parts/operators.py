@@ -130,12 +130,14 @@ class Convolution(PartOperator):
         self.prepare()  # all workers make the group, here and not in a first call
 
     def A(self, x: Tensor) -> Tensor:
-        read, filter = self._fetched(x), self._filter()
+        for step in self._steps:  # to what this worker's windows read
+            x = step.apply(x)
+        filter = self._filter()
         # torch's convolutions refuse empty images. The result still depends on the inputs: the
         # graphs of all workers have the same movements, in the same order.
-        if 0 in read.shape or 0 in self.codomain.local_shape:
-            return anchored_zeros(self.codomain.local_shape, read, filter)
-        return convolve(read, filter, self.kernel.stride)
+        if 0 in x.shape or 0 in self.codomain.local_shape:
+            return anchored_zeros(self.codomain.local_shape, x, filter)
+        return convolve(x, filter, self.kernel.stride)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
         # Step by step and under one name, so that each frees what the one before it made: a product
@@ -144,12 +146,6 @@ class Convolution(PartOperator):
         for step in reversed(self._steps):
             y = step.H.apply(y)
         return y
-
-    def _fetched(self, x: Tensor) -> Tensor:
-        """What this worker's windows read."""
-        for step in self._steps:
-            x = step.apply(x)
-        return x
 
     def _back(self, y: Tensor) -> Tensor:
         """What is asked of all that this worker read."""
@@ -194,7 +190,9 @@ class Decimation(Convolution):
         super().__init__(layout, torch.ones((1,) * len(layout.shape)), "valid", factor)
 
     def A(self, x: Tensor) -> Tensor:
-        return self._fetched(x)[self._places]
+        for step in self._steps:
+            x = step.apply(x)
+        return x[self._places]
 
     def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
         return None  # nothing is computed

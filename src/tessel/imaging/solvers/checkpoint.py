@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,10 @@ _MARK = "tessel.solver"  # the note of such files, with the number of the form t
 _FORM = "1"
 _NOTES = "notes"  # the tensor with the encoded notes; values have names before which is a dot
 _DEPTH = 4  # of objects in a method that its fingerprint looks into
+_NO_NUMBERS = (  # modules whose objects it does not look into
+    *("tessel.core", "tessel.transport", "tessel.imaging.context"),
+    *("torch", "builtins", "functools"),
+)
 
 
 @encodable
@@ -84,6 +88,34 @@ class Notes:
     random: dict[str, Tensor]
     parts: dict[str, tuple[tuple[int, ...] | None, Shape, torch.dtype]]
     others: Values
+
+    @classmethod
+    def of(
+        cls, values: Values, history: History, method: Method, space: Space, problem: dict[str, str]
+    ) -> tuple[Notes, dict[str, Tensor]]:
+        """Those about the values of a method, and the values that lie as the image does."""
+        x, layout, random = values["x"], space.layout, {"cpu": torch.get_rng_state()}
+        if x.is_cuda:
+            random["cuda"] = torch.cuda.get_rng_state(x.device)
+        box, ndim = layout.box(), len(layout.shape)
+        start = None if box is None else tuple(first for first, _ in box)
+        lying = {
+            name: value
+            for name, value in values.items()
+            if layout.partition.active
+            and isinstance(value, Tensor)
+            and value.shape[:ndim] == layout.local_shape
+        }
+        notes = cls(
+            _kind(method, space, values),
+            dict(problem),
+            layout.identity,
+            {name: [float(n) for n in numbers] for name, numbers in history.items()},
+            random,
+            {name: (start, tuple(v.shape[ndim:]), v.dtype) for name, v in lying.items()},
+            _copied({n: v for n, v in values.items() if n not in lying}, torch.device("cpu")),
+        )
+        return notes, lying
 
     def check(self) -> None:
         """Raise ValueError if these are not what a worker writes."""
@@ -168,12 +200,22 @@ class Checkpoint:
             space: where the image lies.
         """
         own = _Shard(iteration, _place(space), space.workers.size)
-        problem = ""
-        writer = None
+        problem, writer = "", None
         try:
-            writer = self._written(own, values, history, method, space)
+            notes, lying = Notes.of(values, history, method, space, self._problem)
+            encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
+            tensors = {_NOTES: encoded, **{f".{name}": value for name, value in lying.items()}}
+            kinds = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+            writer = TensorFileWriter(self._path(own), kinds, {_MARK: _FORM})
+            for name, tensor in tensors.items():
+                writer.put(name, tensor)
+            writer.finish(rename=False)
         except (OSError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
+        except BaseException:  # as Ctrl-C
+            if writer is not None:
+                writer.drop()
+            raise
         # All have written, or all raise. Only now may files get their names.
         if any(space.agree([bool(problem)])):
             if writer is not None:
@@ -188,44 +230,6 @@ class Checkpoint:
         # A disk may fail here, too: nobody goes on with a generation that another could not name.
         if any(space.agree([bool(problem)])):
             self._tell(problem, "cannot be completed on worker {worker} ({told})", space)
-
-    def _written(
-        self, own: _Shard, values: Values, history: History, method: Method, space: Space
-    ) -> TensorFileWriter:
-        """A file that is complete on the disk, and does not have its name yet."""
-        x, layout, random = values["x"], space.layout, {"cpu": torch.get_rng_state()}
-        if x.is_cuda:
-            random["cuda"] = torch.cuda.get_rng_state(x.device)
-        lying = {
-            name: value
-            for name, value in values.items()
-            if layout.partition.active
-            and isinstance(value, Tensor)
-            and value.shape[: len(layout.shape)] == layout.local_shape
-        }
-        box, ndim = layout.box(), len(layout.shape)
-        start = None if box is None else tuple(first for first, _ in box)
-        notes = Notes(
-            _kind(method, space, values),
-            dict(self._problem),
-            layout.identity,
-            {name: [float(n) for n in numbers] for name, numbers in history.items()},
-            random,
-            {name: (start, tuple(v.shape[ndim:]), v.dtype) for name, v in lying.items()},
-            _copied({n: v for n, v in values.items() if n not in lying}, torch.device("cpu")),
-        )
-        encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
-        tensors = {_NOTES: encoded, **{f".{name}": value for name, value in lying.items()}}
-        kinds = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
-        writer = TensorFileWriter(self._path(own), kinds, {_MARK: _FORM})
-        try:
-            for name, tensor in tensors.items():
-                writer.put(name, tensor)
-            writer.finish(rename=False)
-        except BaseException:
-            writer.drop()
-            raise
-        return writer
 
     def _remove_older(self, own: _Shard) -> None:
         """Remove this worker's files but for the newest, and those of runs on more or fewer."""
@@ -277,26 +281,24 @@ class Checkpoint:
 
     def _generations(self, space: Space) -> Iterable[tuple[int, int, str]]:
         """Iterations, newest first, how many workers wrote each, and what is wrong with it."""
-        seen: list[_Seen] = [*tell(space.workers, self._finished(space)).values()]
-        old = sorted(set[str]().union(*(each.old for each in seen)))
-        finished = set[_Shard]().union(*(each.finished for each in seen))
-        found = sorted({(s.iteration, s.size == space.workers.size, s.size) for s in finished})
+        seen: dict[int, _Seen] = tell(space.workers, self._finished(space))
+        old = sorted(set[str]().union(*(each.old for each in seen.values())))
+        finished = set[_Shard]().union(*(each.finished for each in seen.values()))
+        found = sorted({(s.iteration, s.size == len(seen), s.size) for s in finished})
         if old and not found:
             yield 0, 0, f"is of an earlier version of Tessel, whose {old[0]} this one cannot read"
-        for iteration, _, size in reversed(found):
-            yield iteration, size, self._missing(iteration, size, seen, space)
-
-    def _missing(self, iteration: int, size: int, seen: Sequence[_Seen], space: Space) -> str:
-        """Which file of a generation a worker needs and does not see; empty if there is none."""
-        wanted = [_Shard(iteration, place, size) for place in range(size)]
-        is_own = size == space.workers.size
-        for place, (worker, theirs) in enumerate(zip(space.workers.ranks, seen, strict=True)):
-            for shard in [wanted[place]] if is_own else wanted:
-                if shard not in theirs.finished:
-                    name = f"iteration-{iteration:08d}/{shard.name}"
-                    some = "" if is_own else f" of {size} workers, and this run has {len(seen)}"
-                    return f"lacks {name}{some}: worker {worker} does not see it"
-        return ""
+        for iteration, is_own, size in reversed(found):
+            # A worker reads its own file if there are as many workers as there were, else all.
+            shards = [_Shard(iteration, place, size) for place in range(size)]
+            some = "" if is_own else f" of {size} workers, and this run has {len(seen)}"
+            missing = (
+                f"lacks iteration-{iteration:08d}/{shard.name}{some}: worker {worker} does not "
+                f"see it"
+                for place, (worker, theirs) in enumerate(seen.items())
+                for shard in ([shards[place]] if is_own else shards)
+                if shard not in theirs.finished
+            )
+            yield iteration, size, next(missing, "")
 
     def _finished(self, space: Space) -> _Seen:
         """What this worker sees, after files have got names that they should have had."""
@@ -540,15 +542,15 @@ def _problem(method: Method) -> dict[str, str]:
         elif isinstance(value, list | tuple):
             for each in value:
                 look(each, depth)
-        elif id(value) not in seen and depth < _DEPTH and _is_object(value):
-            seen.add(id(value))
-            kinds.append(type(value).__name__)
-            if isinstance(value, torch.nn.Module):
-                for each in value.state_dict(keep_vars=True).values():
-                    look(each, depth)
-            else:
-                for _, each in sorted(_public(value).items()):
-                    look(each, depth + 1)
+        elif id(value) not in seen and depth < _DEPTH:
+            # No function holds numbers of the problem, nor what says where things lie.
+            is_module, where = isinstance(value, torch.nn.Module), type(value).__module__
+            if is_module or (hasattr(value, "__dict__") and not where.startswith(_NO_NUMBERS)):
+                seen.add(id(value))
+                kinds.append(type(value).__name__)
+                inside = value.state_dict(keep_vars=True) if is_module else _public(value)
+                for name in inside if is_module else sorted(inside):
+                    look(inside[name], depth if is_module else depth + 1)
 
     for each in _public(method).values():
         look(each, 1)
@@ -557,15 +559,6 @@ def _problem(method: Method) -> dict[str, str]:
         "the list of operators": ", ".join(kinds) or "empty",
         "the checksum of measurements and operators": f"{numbers:08x}",
     }
-
-
-def _is_object(value: Any) -> bool:
-    """Whether it may hold numbers of the problem: no function, nor what says where things lie."""
-    if isinstance(value, torch.nn.Module):
-        return True
-    where = type(value).__module__
-    known = ("tessel.core", "tessel.transport", "tessel.imaging.context", "torch", "builtins")
-    return hasattr(value, "__dict__") and not where.startswith((*known, "functools"))
 
 
 def _public(value: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from tessel.core import Layout, tell
+from tessel.core import Layout
 from tessel.imaging.signal import local_data
 from tessel.imaging.solvers.checkpoint import Checkpoint
 from tessel.imaging.solvers.method import Criterion, History, Method, Space, Values, check_count
@@ -123,7 +123,7 @@ def solve(
     """
     check_count("solve", 0, max_iterations=max_iterations)
     space, x = Space.of(start, layout, differentiable), local_data(start)
-    _check_start(x, space)
+    space.check(x, "solve")
     criteria = [stop] if callable(stop) else list(stop)
     measures = dict(metrics or {})
     shown = progress if space.workers.rank == 0 else False
@@ -139,14 +139,9 @@ def solve(
         is_known = measures.keys() <= history.keys()
         reason = _reason(criteria, history, space) if is_known else None
         while reason is None and done < max_iterations:
-            values, numbers = _iterated(method, values, done, space)
-            done += 1
-            for name, metric in measures.items():
-                with torch.no_grad():
-                    found = metric(values["x"].detach())
-                # Of a loss that has a number for each image of the batch, the sum.
-                numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
+            values, numbers = _iterated(method, values, done, space, measures)
             history.append(numbers)
+            done += 1
             if each is not None:
                 each(done, values["x"])
             if advance is not None:
@@ -161,9 +156,9 @@ def solve(
 
 
 def _iterated(
-    method: Method, values: Values, done: int, space: Space
+    method: Method, values: Values, done: int, space: Space, measures: Mapping[str, Metric]
 ) -> tuple[Values, dict[str, float]]:
-    """The values after one more iteration, and its numbers.
+    """The values after one more iteration, and its numbers with those of the metrics.
 
     FloatingPointError on all workers if the image is not finite.
     """
@@ -182,6 +177,11 @@ def _iterated(
     for name in method.reports:
         numbers[name] = float(values[name].detach())
     numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
+    for name, metric in measures.items():
+        with torch.no_grad():
+            found = metric(after.detach())
+        # Of a loss that has a number for each image of the batch, the sum.
+        numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
     return values, numbers
 
 
@@ -192,18 +192,3 @@ def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> st
     # Clocks and numbers of users differ between workers: all stop when one of them would.
     met = space.agree([bool(criterion(history)) for criterion in criteria])
     return str(criteria[met.index(True)]) if any(met) else None
-
-
-def _check_start(x: Tensor, space: Space) -> None:
-    """Raise on all workers if the tensor of one is not its part of the image."""
-    for worker, (shape, dtype) in tell(space.workers, (tuple(x.shape), x.dtype)).items():
-        if shape != space.layout.shape_on(worker):
-            raise ValueError(
-                f"solve: expected a start of shape {space.layout.shape_on(worker)} on worker "
-                f"{worker}, its part of {space.layout}, got {shape}"
-            )
-        if not dtype.is_floating_point and not dtype.is_complex:
-            raise ValueError(
-                f"solve: expected a start of floating point or complex numbers, got {dtype} on "
-                f"worker {worker}"
-            )

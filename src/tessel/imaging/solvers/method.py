@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tessel.core import Layout, Partition, replicate, total, world
+from tessel.core import Layout, Partition, replicate, tell, total, world
 from tessel.imaging.context import whole_layout
 from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.transport import Group
@@ -76,6 +76,20 @@ class Space:
                 f"on {space.layout.partition}, these are {space.workers}"
             )
         return space
+
+    def check(self, x: Tensor, who: str) -> None:
+        """Raise on all workers if the tensor of one is not its part of an image, to start from."""
+        for worker, (shape, dtype) in tell(self.workers, (tuple(x.shape), x.dtype)).items():
+            if shape != self.layout.shape_on(worker):
+                raise ValueError(
+                    f"{who}: expected a start of shape {self.layout.shape_on(worker)} on worker "
+                    f"{worker}, its part of {self.layout}, got {shape}"
+                )
+            if not dtype.is_floating_point and not dtype.is_complex:
+                raise ValueError(
+                    f"{who}: expected a start of floating point or complex numbers, got {dtype} "
+                    f"on worker {worker}"
+                )
 
     def inners(self, *pairs: Pair) -> Tensor:
         """Several inner products in one exchange, as one tensor."""

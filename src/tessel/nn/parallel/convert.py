@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,29 @@ class Conversion:
     def splits(self) -> bool:
         return self.dim is not None
 
+    def new_layers(self, layers: Sequence[Module]) -> dict[int, Module]:
+        """What layers become, by the identity of each; of their values all workers keep parts."""
+        new: dict[int, Module] = {}
+        known: dict[Any, Parameter] = {}
+        for layer in layers:
+            new[id(layer)] = fresh = self.becomes._like(layer, self.dim, self.partition)
+            for name, parameter in layer._parameters.items():
+                layout = fresh.layouts.get(name)
+                if parameter is not None and layout is not None:
+                    key = id(parameter), layout  # tied weights stay tied if they are split alike
+                    if key not in known:
+                        whole = parameter.detach()
+                        # a view of the whole would keep all of its memory
+                        part = whole.new_empty(layout.local_shape)
+                        keep_part(part, layout, whole)
+                        known[key] = Parameter(part, requires_grad=parameter.requires_grad)
+                    parameter = known[key]
+                fresh.register_parameter(name, parameter)
+        if not self.splits:
+            shared = {id(p): p for layer in layers for p in layer.parameters(recurse=False)}
+            equalize(shared.values(), self.partition)
+        return new
+
 
 def convert(module: Module, conversion: Conversion) -> Module:
     """Replace all wanted layers of a module, in place; if it is one itself, return the new one.
@@ -81,27 +104,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
         )
     if problem and conversion.is_strict:
         raise NotImplementedError(f"{conversion.name}: {problem}; nothing was converted")
-    known: dict[Any, Parameter] = {}
-    new: dict[int, Module] = {}
-    for _, layer in layers:
-        new[id(layer)] = fresh = conversion.becomes._like(
-            layer, conversion.dim, conversion.partition
-        )
-        for name, parameter in layer._parameters.items():
-            layout = fresh.layouts.get(name)
-            if parameter is not None and layout is not None:
-                key = id(parameter), layout  # tied weights stay tied if they are split alike
-                if key not in known:
-                    whole = parameter.detach()
-                    # a view of the whole would keep all of its memory
-                    part = whole.new_empty(layout.local_shape)
-                    keep_part(part, layout, whole)
-                    known[key] = Parameter(part, requires_grad=parameter.requires_grad)
-                parameter = known[key]
-            fresh.register_parameter(name, parameter)
-    if not conversion.splits:
-        shared = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
-        equalize(shared.values(), conversion.partition)
+    new = conversion.new_layers([layer for _, layer in layers])
     # by identity, and past __setattr__: a layer may stand in several places, and stays one
     for parent in list(module.modules()):
         for name, child in parent._modules.items():

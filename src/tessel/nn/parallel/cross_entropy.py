@@ -9,13 +9,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn import _reduction
 
-from tessel import transport
 from tessel.core.agreement import as_agreed
 from tessel.core.context import setting
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
-from tessel.distributed.group import row_of
 from tessel.distributed.shards import (
     State,
     UnknownSharding,
@@ -26,12 +24,11 @@ from tessel.distributed.shards import (
     traced_state,
 )
 from tessel.nn.parallel.agreed import agree_on_spread, in_mode_of, spread_part
-from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agreed_logits, kind_of
+from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agreed_logits
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.tensor.table import opened
-from tessel.transport import kept_in_job
 
 
 def parallel_cross_entropy(
@@ -91,29 +88,11 @@ def parallel_cross_entropy(
                     f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
                 )
         return F.cross_entropy(
-            input,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
+            input, target, weight, None, ignore_index, None, reduction, label_smoothing
         )
-    if not sharding.partition.active:
-        raise ValueError(
-            f"parallel_cross_entropy: the input is a shard over {sharding.partition}, to which "
-            f"worker {transport.this_worker()} does not belong"
-        )
-    weight_sharding = sharding_of(weight)  # type: ignore[arg-type]
-    loss = ShardedLoss(
-        row_of(sharding.partition),
-        None if partition is None else row_of(partition).ranks,
-        sharding,
-        sharding_of(target),
-        None if weight_sharding is not None else kind_of(weight),
-        weight_sharding,
-        CrossEntropy(ignore_index, label_smoothing, reduction),
-        torch.is_autocast_enabled(input.device.type),
-    )
+    measure = CrossEntropy(ignore_index, label_smoothing, reduction)
+    autocast = torch.is_autocast_enabled(input.device.type)
+    loss = ShardedLoss.of(sharding, target, weight, partition, measure, autocast)
     return _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
 
 
@@ -166,36 +145,29 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 @eagerly
 def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
-    known = _known_alone(loss)
+    known = loss.known_alone()
     kinds = tuple(
         (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else type(each)
         for each in (x, target, weight)
     )
     # a worker alone has nobody to agree with, and torch itself looks at the values
     if kinds in known:
-        return loss.whole(x, target, weight)
-    logits = agreed_logits(loss, x, target, weight)
-    layout, dim = logits.layout, loss.input.dim
+        return loss.measure.by_torch(x, target, weight)
+    layout, meta, target_meta = agreed_logits(loss, x, target, weight)
     if loss.partition.size == 1:
         known.add(kinds)
-    terms, target_terms = logits.input_terms, logits.target_terms
     # A target that needs a gradient on some workers only would leave these alone in the backward
     # pass: here it needs one on all of them, or on none.
-    target = grad_alike(as_agreed(target, target_terms, True), target_terms)
+    target = grad_alike(as_agreed(target, target_meta, True), target_meta)
     # of no classes there is nothing to exchange: torch answers the same on every worker
-    if loss.partition.size == 1 or not layout.shape[dim]:
-        return loss.whole(grad_alike(as_agreed(x, terms, True), terms), target, weight)
+    if loss.partition.size == 1 or not layout.shape[loss.input.dim]:
+        x = grad_alike(as_agreed(x, meta, True), meta)
+        return loss.measure.by_torch(x, target, weight)
     # classes are whole on every worker; probabilities may be split as the logits are
     goal = target if loss.target is None else SpreadTensor(target, layout)
     # the workers told each other that every target is a class
-    with in_mode_of(terms), setting(checked, True):
-        return opened(loss.whole(spread_part(x, layout, terms), goal, weight))[0]
-
-
-@kept_in_job
-def _known_alone(loss: ShardedLoss) -> set[Any]:
-    """The kinds of tensors that were found to fit a call of one worker."""
-    return set()
+    with in_mode_of(meta), setting(checked, True):
+        return opened(loss.measure.by_torch(spread_part(x, layout, meta), goal, weight))[0]
 
 
 def _check_known(state: State) -> None:

@@ -14,13 +14,17 @@ from tessel.core.agreement import TensorMeta, agree, same
 from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
+from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards
-from tessel.distributed.shards import Sharding
+from tessel.distributed.shards import Sharding, sharding_of
 from tessel.nn.loss_agreement import CLASSES, class_dim, samples_of
 from tessel.nn.parallel.agreed import Frozen, check_copies, check_sharding, frozen
 from tessel.tensor.rules.losses import Kind, loss_dtype
 from tessel.tensor.rules.split_classes import CrossEntropy
-from tessel.transport import kept_in_job
+from tessel.transport import kept_in_job, this_worker
+
+# the layout of the whole logits, and the kinds of the logits and of the target
+Agreed = tuple[Layout, TensorMeta, TensorMeta]
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,40 @@ class ShardedLoss:
     measure: CrossEntropy
     autocast: bool
 
+    @classmethod
+    def of(
+        cls,
+        sharding: Sharding,
+        target: Any,
+        weight: Any,
+        partition: Partition | None,
+        measure: CrossEntropy,
+        autocast: bool,
+    ) -> ShardedLoss:
+        """The loss of logits with this sharding, in which this worker must take part."""
+        if not sharding.partition.active:
+            raise ValueError(
+                f"parallel_cross_entropy: the input is a shard over {sharding.partition}, to which "
+                f"worker {this_worker()} does not belong"
+            )
+        weight_sharding = sharding_of(weight)
+        kind: Kind | str | None = None
+        if weight is not None and weight_sharding is None:
+            kind = type(weight).__name__
+            if is_dense(weight):
+                needs_grad = weight.requires_grad and torch.is_grad_enabled()
+                kind = Kind(tuple(weight.shape), weight.dtype, str(weight.device), needs_grad)
+        return cls(
+            row_of(sharding.partition),
+            None if partition is None else row_of(partition).ranks,
+            sharding,
+            sharding_of(target),
+            kind,
+            weight_sharding,
+            measure,
+            autocast,
+        )
+
     @cached_property
     def label(self) -> str:
         weight = f"weight of shape {self.weight.shape}, " if isinstance(self.weight, Kind) else ""
@@ -58,25 +96,18 @@ class ShardedLoss:
         """What the loss is called, and all that is known of it."""
         return self.label, repr(self)
 
-    def whole(self, x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Torch's own loss of whole logits."""
-        measure = self.measure
-        return F.cross_entropy(
-            x,
-            target,
-            weight,
-            ignore_index=measure.ignore_index,
-            reduction=measure.reduction,
-            label_smoothing=measure.label_smoothing,
-        )
+    @kept_in_job
+    def known_alone(self) -> set[Any]:
+        """The kinds of tensors that were found to fit a call of one worker."""
+        return set()
 
     @kept_in_job  # once for the same shapes: a training step asks for the same each time
-    def conclude(self, inputs: Frozen, targets: Frozen) -> Logits:
+    def conclude(self, inputs: Frozen, targets: Frozen) -> Agreed:
         """What follows from the shapes and kinds of all workers, the same on each of them.
 
         Raises for shardings that do not fit the classes, and for targets that do not fit the input.
         """
-        (input_shapes, input_terms), (target_shapes, target_terms) = inputs, targets
+        (input_shapes, input_meta), (target_shapes, target_meta) = inputs, targets
         of_input, of_target = dict(input_shapes), dict(target_shapes)
         workers = self.input.partition.ranks
         if self.wanted not in (None, workers):
@@ -103,14 +134,14 @@ class ShardedLoss:
             target_shape = same(of_target, "shape of the target", self.label)
         self._check_target(layout.shape, target_shape)
         kinds = {
-            "input": Kind(layout.shape, input_terms.dtype, input_terms.device, False),
-            "target": Kind(target_shape, target_terms.dtype, target_terms.device, False),
+            "input": Kind(layout.shape, input_meta.dtype, input_meta.device, False),
+            "target": Kind(target_shape, target_meta.dtype, target_meta.device, False),
             "weight": self.weight,
             **vars(self.measure),
         }
         # torch's loss of such tensors raises for what torch does not take, on all workers
-        dtype = loss_dtype(F.cross_entropy, tuple(kinds.items()), self.autocast)
-        return Logits(layout, target_shape == layout.shape, input_terms, target_terms, dtype)
+        loss_dtype(F.cross_entropy, tuple(kinds.items()), self.autocast)
+        return layout, input_meta, target_meta
 
     def _whole(self, name: str, sharding: Sharding, shapes: dict[int, Shape]) -> Layout:
         """The layout of the whole of which workers have balanced parts."""
@@ -143,36 +174,7 @@ class ShardedLoss:
         )
 
 
-@dataclass(frozen=True)
-class Logits:
-    """What all workers know of the logits, and of the loss of them, once they agreed.
-
-    Attributes:
-        layout: of the whole logits.
-        has_probabilities: whether the target gives probabilities rather than classes.
-        input_terms: the kind of the logits.
-        target_terms: the kind of the target.
-        dtype: of the loss.
-    """
-
-    layout: Layout
-    has_probabilities: bool
-    input_terms: TensorMeta
-    target_terms: TensorMeta
-    dtype: torch.dtype
-
-
-def kind_of(weight: Any) -> Kind | str | None:
-    """What is known of the weight of classes beside its values."""
-    if weight is None:
-        return None
-    if not is_dense(weight):
-        return type(weight).__name__
-    needs_grad = weight.requires_grad and torch.is_grad_enabled()
-    return Kind(tuple(weight.shape), weight.dtype, str(weight.device), needs_grad)
-
-
-def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Logits:
+def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Agreed:
     """Let all workers of the call raise, or know that their tensors fit; one small exchange.
 
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
@@ -190,8 +192,7 @@ def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Log
         numbers=numbers,
         identity=identity,
     )
-    logits = loss.conclude(*map(frozen, held))
-    num_classes = logits.layout.shape[loss.input.dim]
-    what = "target", "classes"
-    check_copies(values, ("target", "weight"), num_classes, what, label)
-    return logits
+    agreed = loss.conclude(*map(frozen, held))
+    num_classes = agreed[0].shape[loss.input.dim]
+    check_copies(values, ("target", "weight"), num_classes, ("target", "classes"), label)
+    return agreed

@@ -337,13 +337,13 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty(0)
     ids = as_plain(ids)
     with torch._C.DisableTorchFunctionSubclass():  # the weight itself, of which rows may be scaled
-        layout, terms = agreed_table(lookup, ids, weight)
+        layout, meta = agreed_table(lookup, ids, weight)
         settings = lookup.settings.counted_from_front(layout.shape[0])
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))
-        y, there = look_up(ids, as_agreed(weight, terms, True), layout, settings, terms)
+        y, there = look_up(ids, as_agreed(weight, meta, True), layout, settings, meta)
         # rows of the table were added by the lookup; columns still have to come together
-        return gathering(there).apply(y, terms) if lookup.place else y
+        return gathering(there).apply(y, meta) if lookup.place else y
 
 
 def check_dim(dim: int | None, label: str) -> None:

@@ -135,7 +135,7 @@ def problem_of(
         layout, state = layouts[name], state_of(value)
         # on one worker every shard is the whole, whatever dimension it is split along
         apart = state is not None and partition.size > 1
-        if apart and (problem := misfit(state, _sharding(layout), f"the {name}")):
+        if apart and (problem := misfit(state, Sharding.of(layout), f"the {name}")):
             return problem
         if value is not None and tuple(value.shape) != layout.local_shape:
             return (
@@ -151,12 +151,6 @@ def problem_of(
             "by torch.autograd.grad, or give the transform spread tensors"
         )
     return ""
-
-
-@kept_in_job
-def _sharding(layout: Layout) -> Sharding | None:
-    """What is noted of a parameter that lies so; made once, as each call of a layer asks for it."""
-    return Sharding.of(layout)
 
 
 @kept_in_job

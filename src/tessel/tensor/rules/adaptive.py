@@ -168,7 +168,7 @@ class Way:
 
     @cached_property
     def stack(self) -> Stack:
-        """What brings the parts of each output together, one beside the other."""
+        """What brings the parts of each output together, side by side."""
         return Stack(self.pooled, self.target, self.partial)
 
     @cached_property

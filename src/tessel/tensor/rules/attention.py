@@ -99,10 +99,10 @@ class _AttentionCall:
             real = [open_part(x) if isinstance(x, Tensor) else x for x in self.operands]
             real = [each for each in real if each.is_floating_point()]
             return made(anchored_zeros(plan.final.local_shape, *real), plan.final)
-        parts = [
-            _joined([part_of(each, layout) for layout in layouts])
-            for each, layouts in zip(self.operands, plan.inputs, strict=True)
-        ]
+        parts = []
+        for each, layouts in zip(self.operands, plan.inputs, strict=True):
+            chunks = [part_of(each, layout) for layout in layouts]
+            parts.append(chunks[0] if len(chunks) == 1 else torch.cat(chunks, -2))
         q = parts[0]
         with torch.autocast(q.device.type, enabled=False):  # operands are cast already
             if plan.way == "queries":
@@ -143,7 +143,7 @@ class _AttentionCall:
         function = BlockwiseAttention(plan.schedule, self._scores(), operands, batch)
         return record_map(function, *(*parts, None)[:4])[0]
 
-    def _held(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _held(self, parts: list[torch.Tensor]) -> Any:
         """Queries with all keys that they see, by torch's own function."""
         plan = self.plan
         shape = plan.results[0].local_shape
@@ -157,9 +157,12 @@ class _AttentionCall:
             return self._blockwise(parts)
         (rows,) = plan.schedule.rows[plan.schedule.place]
         scores, mask = self._scores(), rest[0] if rest else None
-        if self.p > 0:
+        if self.p > 0:  # all scores at once, in functions that torch can derive in every mode
             tile = Tile(0, rows, 0, (0, k.shape[-2]))
-            return self._at_once(tile, scores, q, k, v, mask)
+            found = scores(tile, q, k, mask)
+            nothing = (found == -math.inf).all(-1, keepdim=True)
+            weights = found.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+            return (scores.dropped(tile, weights) @ widened(scores.of_heads(v))).to(q.dtype)
         is_causal = self.is_causal
         if is_causal and rows[0] > 0:
             mask, is_causal = causal_mask(rows, k.shape[-2], q.device), False
@@ -168,17 +171,7 @@ class _AttentionCall:
             choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=self.scale)
             if choice == _MATH:  # which has all scores at once
                 return self._blockwise(parts)
-        found: torch.Tensor = self.func(q, k, v, mask, is_causal=is_causal, scale=self.scale)
-        return found
-
-    def _at_once(
-        self, tile: Tile, scores: Scores, q: Any, k: Any, v: Any, mask: Any
-    ) -> torch.Tensor:
-        """All scores at once, in functions that torch can derive in every mode."""
-        found = scores(tile, q, k, mask)
-        nothing = (found == -math.inf).all(-1, keepdim=True)
-        weights = found.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
-        return (scores.dropped(tile, weights) @ widened(scores.of_heads(v))).to(q.dtype)
+        return self.func(q, k, v, mask, is_causal=is_causal, scale=self.scale)
 
     def _merged(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """All queries with this worker's keys; weights and results are summed over workers."""
@@ -235,11 +228,6 @@ def ways_of(
     shapes = tuple(tuple(each.shape) for each in operands)
     partition = next(each for each in layouts if each is not None).partition
     return plans(partition, shapes, layouts, is_causal, groups, attention_plan.GATHERED)
-
-
-def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
-    """Chunks of rows, one after the other."""
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -2)
 
 
 def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tensor:

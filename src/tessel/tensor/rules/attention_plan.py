@@ -15,11 +15,11 @@ them see about as many keys.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from string import ascii_lowercase
 
 from tessel.core import boxes
-from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.tensor.block_sum import ROWS, BlockSchedule, Operand
@@ -53,9 +53,39 @@ class AttentionPlan:
     num_values: int
 
 
+@kept_in_job
+def plans(
+    partition: Partition,
+    shapes: tuple[Shape, ...],
+    layouts: tuple[Layout | None, ...],
+    is_causal: bool,
+    groups: int,
+    most: int,
+) -> tuple[AttentionPlan, ...]:
+    """All ways, the best first: that for which the fewest values travel, forward and backward."""
+    given = AttentionPlanner(partition, shapes, layouts, is_causal, groups)
+    if not given.axes:
+        return (given.as_they_lie("local", given.inner),)
+    found = [given.gather()]
+    if given.split_keys is not None:
+        everywhere = max(
+            sum(prod(found[0].inputs[n][0].shape_on(w)) for n in (1, 2)) for w in partition.ranks
+        )
+        if everywhere > most:
+            found = []
+        # so that a worker has no more scores than a block of queries with a block of keys has
+        if given.are_few:
+            found.insert(0, given.queries())
+        found.append(given.ring())
+    by_heads = given.as_they_lie("heads", given.hosted(given.inner, 2))
+    if not {*given.axes} & {*by_heads.results[0].shared}:
+        found.insert(0, by_heads)
+    return tuple(sorted(found, key=lambda plan: plan.num_values))
+
+
 @dataclass(frozen=True)
-class _Shapes:
-    """What plans are made for.
+class AttentionPlanner:
+    """What plans of attention are made for, and what they have in common.
 
     Attributes:
         partition: the workers.
@@ -71,90 +101,233 @@ class _Shapes:
     is_causal: bool
     groups: int
 
+    # -- dimensions before the last two
 
-@kept_in_job
-def plans(
-    partition: Partition,
-    shapes: tuple[Shape, ...],
-    layouts: tuple[Layout | None, ...],
-    is_causal: bool,
-    groups: int,
-    most: int,
-) -> tuple[AttentionPlan, ...]:
-    """All ways, the best first: that for which the fewest values travel, forward and backward."""
-    # features are whole where scores are computed: their axes go to other dimensions
-    inner = tuple(
-        each if each is None or number == 3 else hosted(each, (len(each.shape) - 1,))
-        for number, each in enumerate(layouts)
-    )
-    given = _Shapes(partition, shapes, inner, is_causal, groups)
-    axes = _sequence_axes(given)
-    final = _final(given, layouts[0], axes)
-    if not axes:
-        return (_as_they_lie(given, inner, final, layouts),)
-    found = [_gather(given, axes, final, layouts)]
-    if _split_keys(given) is not None:
-        everywhere = max(
-            sum(prod(found[0].inputs[n][0].shape_on(w)) for n in (1, 2)) for w in partition.ranks
+    def hosted(self, layouts: tuple[Layout | None, ...], count: int) -> tuple[Layout | None, ...]:
+        """The same with the last dimensions of q, k and v whole: others host their axes."""
+        return tuple(
+            each
+            if each is None or number == 3
+            else hosted(each, tuple(len(each.shape) - n for n in range(count, 0, -1)))
+            for number, each in enumerate(layouts)
         )
-        if everywhere > most:
-            found = []
-        # so that a worker has no more scores than a block of queries with a block of keys has
-        if _are_few(given, axes):
-            found.insert(0, _queries(given, axes, final, layouts))
-        found.append(_ring(given, axes, final, layouts))
-    hosts = tuple(
-        each
-        if each is None or number == 3
-        else hosted(each, tuple(len(each.shape) - n for n in (2, 1)))
-        for number, each in enumerate(inner)
-    )
-    by_heads = _as_they_lie(given, hosts, final, layouts)
-    if not {*axes} & {*by_heads.results[0].shared}:
-        found.insert(0, replace(by_heads, way="heads"))
-    return tuple(sorted(found, key=lambda plan: plan.num_values))
 
+    @cached_property
+    def inner(self) -> tuple[Layout | None, ...]:
+        """How operands lie where scores are computed: with whole features."""
+        return self.hosted(self.layouts, 1)
 
-# -- dimensions before the last two ---------------------------------------------------------------
+    def of_batch(self, layouts: tuple[Layout | None, ...]) -> tuple[list[Layout], Layout]:
+        """How operands and result lie if sequences are whole, too: split by batch and heads."""
+        batch = ascii_lowercase[: max(map(len, self.shapes)) - 2]
+        indices = [
+            batch[len(batch) - len(shape) + 2 :] + end
+            for shape, end in zip(self.shapes, ("XE", "YE", "YV", "XY"), strict=False)
+        ]
+        wholes: list[Layout | None] = [None] * len(layouts)
+        for number, each in enumerate(layouts[:3]):
+            # sequence and features; of grouped keys, whose heads are others than those of queries,
+            # the heads as well
+            count = 3 if self.groups > 1 and number > 0 else 2
+            if each is not None:
+                ndim = len(each.shape)
+                wholes[number] = each.gathered(range(ndim - count, ndim))
+        if self.groups > 1:
+            for number in (1, 2):
+                indices[number] = indices[number][:-3] + "K" + indices[number][-2:]
+        plan = planned(self.partition, tuple(indices), batch + "XV", self.shapes, tuple(wholes))
+        inputs = list(plan.inputs)
+        if self.groups > 1:
+            heads = plan.result.cuts[-3]
+            intervals = tuple((a // self.groups, -(-b // self.groups)) for a, b in heads.intervals)
+            for number in (1, 2):
+                inputs[number] = _cut(inputs[number], -3, Cut(heads.axes, intervals))
+        return inputs, plan.result
 
+    @cached_property
+    def wholes(self) -> tuple[list[Layout], Layout]:
+        """How operands and result lie with whole sequences."""
+        return self.of_batch(self.inner)
 
-def _of_batch(given: _Shapes, layouts: tuple[Layout | None, ...]) -> tuple[list[Layout], Layout]:
-    """How operands and result lie if sequences and features are whole: split by batch and heads."""
-    shapes = given.shapes
-    ndim = max(map(len, shapes))
-    batch = ascii_lowercase[: ndim - 2]
-    indices = [
-        batch[len(batch) - len(shape) + 2 :] + end
-        for shape, end in zip(shapes, ("XE", "YE", "YV", "XY"), strict=False)
-    ]
-    wholes = [
-        None
-        if each is None or number == 3
-        else each.gathered(_last_two(each, given.groups, number))
-        for number, each in enumerate(layouts)
-    ]
-    if given.groups > 1:  # heads of keys are others than those of queries
-        for number in (1, 2):
-            indices[number] = indices[number][:-3] + "K" + indices[number][-2:]
-    plan = planned(given.partition, tuple(indices), batch + "XV", shapes, tuple(wholes))
-    inputs = list(plan.inputs)
-    if given.groups > 1:
-        heads = plan.result.cuts[-3]
-        intervals = tuple((a // given.groups, -(-b // given.groups)) for a, b in heads.intervals)
-        for number in (1, 2):
-            dim = len(shapes[number]) - 3
-            inputs[number] = _cut(inputs[number], dim, Cut(heads.axes, intervals))
-    return inputs, plan.result
+    # -- sequences
 
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that split a sequence and are not needed for batch or heads."""
+        free = {*self.wholes[1].shared}
+        found: list[int] = []
+        for layout in self.inner[:3]:
+            for axis in () if layout is None else layout.cuts[-2].axes:
+                if axis in free and axis not in found and self.partition.shape[axis] > 1:
+                    found.append(axis)
+        return tuple(found)
 
-def _last_two(layout: Layout, groups: int, number: int) -> tuple[int, ...]:
-    """The dimensions of sequence and features; of grouped keys, their heads as well."""
-    first = 3 if groups > 1 and number in (1, 2) else 2
-    return tuple(len(layout.shape) - n for n in range(first, 0, -1))
+    @cached_property
+    def places(self) -> int:
+        return prod(self.partition.shape[axis] for axis in self.axes)
+
+    @cached_property
+    def split_keys(self) -> Layout | None:
+        """The layout of keys, or of values, if their sequence is split."""
+        for layout in self.inner[1:3]:
+            if layout is not None and layout.is_split(len(layout.shape) - 2):
+                return layout
+        return None
+
+    @cached_property
+    def rows(self) -> Cut:
+        """The queries of each place: as they lie, if they lie so."""
+        return self._sequence(self.inner[0], self.shapes[0][-2])
+
+    @cached_property
+    def columns(self) -> Cut:
+        """The keys of each place."""
+        return self._sequence(self.split_keys, self.shapes[1][-2])
+
+    def _sequence(self, layout: Layout | None, length: int) -> Cut:
+        if layout is not None and layout.cuts[-2].axes == self.axes:
+            return layout.cuts[-2]
+        return Cut(self.axes, boxes.balanced(length, self.places))
+
+    @cached_property
+    def are_few(self) -> bool:
+        """Whether there are no more queries than keys in a block."""
+        longest = max(stop - start for start, stop in self.columns.intervals)
+        return self.shapes[0][-2] <= longest
+
+    @cached_property
+    def mask_has_rows(self) -> bool:
+        """Whether there is a mask with a row for each query."""
+        return len(self.shapes) > 3 and len(self.shapes[3]) > 1 and self.shapes[3][-2] > 1
+
+    @cached_property
+    def final(self) -> Layout:
+        """How the result shall lie: as the queries do; of plain ones, whole if there are few."""
+        queries, result = self.layouts[0], self.wholes[1]
+        if queries is not None and len(queries.shape) == len(result.shape):
+            return split_like(queries, result.shape)
+        if not self.axes or (queries is None and self.are_few):
+            return result
+        return _cut(result, -2, self.rows)
+
+    # -- the ways
+
+    def as_they_lie(self, way: str, there: tuple[Layout | None, ...]) -> AttentionPlan:
+        """Everything whole but batch and heads: each worker has some of these for itself."""
+        inputs, result = self.of_batch(there)
+        rows = Cut.whole(self.shapes[0][-2])
+        return self._held(way, tuple((each,) for each in inputs), result, rows)
+
+    def gather(self) -> AttentionPlan:
+        """Queries split, keys and values whole."""
+        inputs, result = self.wholes
+        lie = tuple(
+            # split if it has a row for each query, else for use along the axes
+            (_cut(each, -2, self.rows) if self._has_rows(number) else _apart(each, self.axes),)
+            for number, each in enumerate(inputs)
+        )
+        return self._held("gather", lie, _cut(result, -2, self.rows), self.rows)
+
+    def queries(self) -> AttentionPlan:
+        """Keys and values split, all queries with each of their parts; results are summed."""
+        inputs, target = self.wholes
+        lie = [_apart(inputs[0], self.axes)]
+        for number, each in enumerate(inputs[1:], 1):
+            has_columns = number < 3 or self.shapes[3][-1] > 1
+            dim = -1 if number == 3 else -2
+            lie.append(_cut(each, dim, self.columns) if has_columns else _apart(each, self.axes))
+        queries, places = self.inner[0], self.places
+        stays = queries is not None and queries.cuts[-2].axes == self.axes
+        if stays:  # each worker sums up the results of its own queries
+            target = _cut(target, -2, self.rows)
+        # with a result comes the sum of its weights, and before it, from all, the largest score
+        terms = max(
+            prod((*target.shape_on(w)[:-1], target.shape[-1] + 1)) for w in target.partition.ranks
+        )
+        merged = terms * (places - 1) if stays else 2 * terms * (places - 1) // places
+        rows = (((0, self.shapes[0][-2]),),) * places
+        columns = tuple(self.columns.intervals)
+        schedule = BlockSchedule(self.partition, self.axes, rows, columns, self.is_causal)
+        whole = tuple((each,) for each in lie)
+        return self._plan("queries", whole, (target,), schedule, self._operands, 2 * merged)
+
+    def ring(self) -> AttentionPlan:
+        """Queries stay, or are dealt out anew, and keys and values come block by block."""
+        inputs, result = self.wholes
+        places, length = self.places, self.shapes[0][-2]
+        dealt = [self.rows]
+        if self.is_causal and length >= 2 * places:
+            # An early chunk and a late one: together each place sees about as many keys.
+            chunks = boxes.balanced(length, 2 * places)
+            both = tuple(chunks[:places]), tuple(chunks[: places - 1 : -1])
+            dealt = [Cut(self.axes, each) for each in both]
+        lie: list[tuple[Layout, ...]] = []
+        operands = []
+        for number, each in enumerate(inputs):
+            dim = -1 if number == 3 else -2
+            if self._has_rows(number):
+                lie.append(tuple(_cut(each, -2, rows) for rows in dealt))
+                is_mask = number == 3 and self.shapes[3][-1] > 1
+                operands.append(Operand(rows=True, columns=-1) if is_mask else ROWS)
+            elif each.shape[dim] == 1 and number == 3:
+                lie.append((_apart(each, self.axes),))
+                operands.append(Operand())
+            else:
+                there = _cut(each, dim, self.columns)
+                lie.append((there,))
+                taken = {axis for cut in there.cuts for axis in cut.axes}
+                shared = tuple(axis for axis in range(self.partition.dim) if axis not in taken)
+                operands.append(Operand(columns=dim, layout=replace(there, shared=shared)))
+        rows = tuple(zip(*(each.intervals for each in dealt), strict=True))
+        columns = tuple(self.columns.intervals)
+        schedule = BlockSchedule(self.partition, self.axes, rows, columns, self.is_causal)
+        results = tuple(_cut(result, -2, each) for each in dealt)
+        blocks = _travelling(schedule, operands)
+        return self._plan("ring", tuple(lie), results, schedule, tuple(operands), 3 * blocks)
+
+    def _has_rows(self, number: int) -> bool:
+        """Whether an operand has a row for each query."""
+        return number == 0 or (number == 3 and self.mask_has_rows)
+
+    @cached_property
+    def _operands(self) -> tuple[Operand, ...]:
+        """Operands whose columns are all there."""
+        found = [ROWS, Operand(columns=-2), Operand(columns=-2)]
+        if len(self.shapes) > 3:
+            columns = -1 if self.shapes[3][-1] > 1 else None
+            found.append(Operand(rows=self.mask_has_rows, columns=columns))
+        return tuple(found)
+
+    def _held(
+        self, way: str, inputs: tuple[tuple[Layout, ...], ...], result: Layout, rows: Cut
+    ) -> AttentionPlan:
+        """Queries with keys that a worker has, all, in as many blocks as there are workers."""
+        columns = boxes.balanced(self.shapes[1][-2], self.partition.size)
+        own = tuple((each,) for each in rows.intervals)
+        schedule = BlockSchedule(self.partition, rows.axes, own, columns, self.is_causal)
+        return self._plan(way, inputs, (result,), schedule, self._operands)
+
+    def _plan(
+        self,
+        way: str,
+        inputs: tuple[tuple[Layout, ...], ...],
+        results: tuple[Layout, ...],
+        schedule: BlockSchedule,
+        operands: tuple[Operand, ...],
+        more: int = 0,
+    ) -> AttentionPlan:
+        """A way with what the worker receives that receives most: operands, results, and more."""
+        found = 0
+        for worker in self.partition.ranks:
+            count = _missing(results, (self.final,), worker)
+            for layout, there in zip(self.layouts, inputs, strict=True):
+                count += 0 if layout is None else _missing((layout,), there, worker)
+            found = max(found, count)
+        return AttentionPlan(way, inputs, results, self.final, schedule, operands, 2 * found + more)
 
 
 def _cut(layout: Layout, dim: int, cut: Cut) -> Layout:
-    """The same with a dimension split along axes that were shared."""
+    """The same with a dimension, counted from the end, split along axes that were shared."""
     cuts = list(layout.cuts)
     cuts[dim] = cut
     shared = tuple(axis for axis in layout.shared if axis not in cut.axes)
@@ -164,216 +337,6 @@ def _cut(layout: Layout, dim: int, cut: Cut) -> Layout:
 def _apart(layout: Layout, axes: tuple[int, ...]) -> Layout:
     """The same with copies along some axes that are used one by one."""
     return replace(layout, shared=tuple(axis for axis in layout.shared if axis not in axes))
-
-
-# -- sequences ------------------------------------------------------------------------------------
-
-
-def _sequence_axes(given: _Shapes) -> tuple[int, ...]:
-    """The axes that split a sequence and are not needed for batch or heads."""
-    free = {*_of_batch(given, given.layouts)[1].shared}
-    found: list[int] = []
-    for layout in given.layouts[:3]:
-        for axis in () if layout is None else layout.cuts[-2].axes:
-            if axis in free and axis not in found and given.partition.shape[axis] > 1:
-                found.append(axis)
-    return tuple(found)
-
-
-def _places(given: _Shapes, axes: tuple[int, ...]) -> int:
-    return prod(given.partition.shape[axis] for axis in axes)
-
-
-def _split_keys(given: _Shapes) -> Layout | None:
-    """The layout of keys, or of values, if their sequence is split."""
-    for layout in given.layouts[1:3]:
-        if layout is not None and layout.is_split(len(layout.shape) - 2):
-            return layout
-    return None
-
-
-def _rows(given: _Shapes, axes: tuple[int, ...]) -> tuple[Interval, ...]:
-    """The queries of each place: as they lie, if they lie so."""
-    layout = given.layouts[0]
-    if layout is not None and layout.cuts[-2].axes == axes:
-        return tuple(layout.cuts[-2].intervals)
-    return tuple(boxes.balanced(given.shapes[0][-2], _places(given, axes)))
-
-
-def _columns(given: _Shapes, axes: tuple[int, ...]) -> tuple[Interval, ...]:
-    """The keys of each place."""
-    layout = _split_keys(given)
-    if layout is not None and layout.cuts[-2].axes == axes:
-        return tuple(layout.cuts[-2].intervals)
-    return tuple(boxes.balanced(given.shapes[1][-2], _places(given, axes)))
-
-
-def _are_few(given: _Shapes, axes: tuple[int, ...]) -> bool:
-    """Whether there are no more queries than keys in a block."""
-    longest = max(stop - start for start, stop in _columns(given, axes))
-    return given.shapes[0][-2] <= longest
-
-
-def _final(given: _Shapes, of_queries: Layout | None, axes: tuple[int, ...]) -> Layout:
-    """How the result shall lie: as the queries do; of plain ones, whole if there are few."""
-    _, result = _of_batch(given, given.layouts)
-    if of_queries is not None and len(of_queries.shape) == len(result.shape):
-        return split_like(of_queries, result.shape)
-    if of_queries is None and axes and _are_few(given, axes):
-        return result
-    return _cut(result, len(result.shape) - 2, Cut(axes, _rows(given, axes))) if axes else result
-
-
-# -- the ways -------------------------------------------------------------------------------------
-
-
-def _as_they_lie(
-    given: _Shapes,
-    there: tuple[Layout | None, ...],
-    final: Layout,
-    layouts: tuple[Layout | None, ...],
-) -> AttentionPlan:
-    """Everything whole but batch and heads: each worker has some of these for itself."""
-    inputs, result = _of_batch(given, there)
-    schedule = _held_schedule(given, (), ((0, given.shapes[0][-2]),))
-    lie = tuple((each,) for each in inputs)
-    received = 2 * _received(layouts, lie, (result,), final)
-    return AttentionPlan("local", lie, (result,), final, schedule, _held(given), received)
-
-
-def _gather(
-    given: _Shapes, axes: tuple[int, ...], final: Layout, layouts: tuple[Layout | None, ...]
-) -> AttentionPlan:
-    """Queries split, keys and values whole."""
-    inputs, result = _of_batch(given, given.layouts)
-    rows = _rows(given, axes)
-    lie = tuple((_by_rows(each, number, given, axes, rows),) for number, each in enumerate(inputs))
-    results = (_cut(result, len(result.shape) - 2, Cut(axes, rows)),)
-    schedule = _held_schedule(given, axes, rows)
-    received = 2 * _received(layouts, lie, results, final)
-    return AttentionPlan("gather", lie, results, final, schedule, _held(given), received)
-
-
-def _by_rows(
-    layout: Layout, number: int, given: _Shapes, axes: tuple[int, ...], rows: tuple[Interval, ...]
-) -> Layout:
-    """An operand for rows of queries: split if it has them, else for use along the axes."""
-    if number == 0 or (number == 3 and _has_rows(given)):
-        return _cut(layout, len(layout.shape) - 2, Cut(axes, rows))
-    return _apart(layout, axes)
-
-
-def _queries(
-    given: _Shapes, axes: tuple[int, ...], final: Layout, layouts: tuple[Layout | None, ...]
-) -> AttentionPlan:
-    """Keys and values split, all queries beside each of their parts; results are terms of sums."""
-    inputs, result = _of_batch(given, given.layouts)
-    columns = _columns(given, axes)
-    lie = [_apart(inputs[0], axes)]
-    for number, each in enumerate(inputs[1:], 1):
-        dim = len(each.shape) - (1 if number == 3 else 2)
-        has_columns = number < 3 or given.shapes[3][-1] > 1
-        lie.append(_cut(each, dim, Cut(axes, columns)) if has_columns else _apart(each, axes))
-    queries = given.layouts[0]
-    stays = queries is not None and queries.cuts[-2].axes == axes
-    target = result
-    if stays:  # each worker sums up the results of its own queries
-        target = _cut(result, len(result.shape) - 2, Cut(axes, _rows(given, axes)))
-    places = _places(given, axes)
-    # beside each result comes the sum of its weights, and before it, from all, the largest score
-    terms = max(
-        prod((*target.shape_on(w)[:-1], target.shape[-1] + 1)) for w in target.partition.ranks
-    )
-    merged = terms * (places - 1) if stays else 2 * terms * (places - 1) // places
-    whole = tuple((each,) for each in lie)
-    received = 2 * (merged + _received(layouts, whole, (target,), final))
-    rows = ((0, given.shapes[0][-2]),)
-    schedule = BlockSchedule(given.partition, axes, (rows,) * places, columns, given.is_causal)
-    return AttentionPlan("queries", whole, (target,), final, schedule, _held(given), received)
-
-
-def _ring(
-    given: _Shapes, axes: tuple[int, ...], final: Layout, layouts: tuple[Layout | None, ...]
-) -> AttentionPlan:
-    """Queries stay, or are dealt out anew, and keys and values come block by block."""
-    inputs, result = _of_batch(given, given.layouts)
-    places, columns = _places(given, axes), _columns(given, axes)
-    length = given.shapes[0][-2]
-    if given.is_causal and length >= 2 * places:
-        # An early chunk and a late one: together each place sees about as many keys.
-        chunks = boxes.balanced(length, 2 * places)
-        dealt = [tuple(chunks[:places]), tuple(chunks[: places - 1 : -1])]
-    else:
-        dealt = [_rows(given, axes)]
-    last = len(result.shape) - 2
-    results = tuple(_cut(result, last, Cut(axes, rows)) for rows in dealt)
-    lie: list[tuple[Layout, ...]] = []
-    operands = []
-    for number, each in enumerate(inputs):
-        if number == 0 or (number == 3 and _has_rows(given)):
-            lie.append(tuple(_cut(each, len(each.shape) - 2, Cut(axes, rows)) for rows in dealt))
-            is_mask = number == 3 and given.shapes[3][-1] > 1
-            operands.append(Operand(rows=True, columns=-1) if is_mask else ROWS)
-            continue
-        dim = -1 if number == 3 else -2
-        if each.shape[dim] == 1 and number == 3:
-            lie.append((_apart(each, axes),))
-            operands.append(Operand())
-            continue
-        there = _cut(each, len(each.shape) + dim, Cut(axes, columns))
-        lie.append((there,))
-        taken = {axis for cut in there.cuts for axis in cut.axes}
-        shared = tuple(axis for axis in range(given.partition.dim) if axis not in taken)
-        operands.append(Operand(columns=dim, layout=replace(there, shared=shared)))
-    schedule = BlockSchedule(
-        given.partition, axes, tuple(zip(*dealt, strict=True)), columns, given.is_causal
-    )
-    blocks = _travelling(schedule, operands)
-    received = 2 * _received(layouts, tuple(lie), results, final) + 3 * blocks
-    return AttentionPlan("ring", tuple(lie), results, final, schedule, tuple(operands), received)
-
-
-def _has_rows(given: _Shapes) -> bool:
-    """Whether there is a mask with a row for each query."""
-    return len(given.shapes) > 3 and len(given.shapes[3]) > 1 and given.shapes[3][-2] > 1
-
-
-def _held_schedule(
-    given: _Shapes, axes: tuple[int, ...], rows: tuple[Interval, ...]
-) -> BlockSchedule:
-    """Keys that a worker has, all of them, in as many blocks as there are workers."""
-    columns = tuple(boxes.balanced(given.shapes[1][-2], given.partition.size))
-    return BlockSchedule(
-        given.partition, axes, tuple((each,) for each in rows), columns, given.is_causal
-    )
-
-
-def _held(given: _Shapes) -> tuple[Operand, ...]:
-    """Operands whose columns are all there."""
-    found = [ROWS, Operand(columns=-2), Operand(columns=-2)]
-    if len(given.shapes) > 3:
-        columns = -1 if given.shapes[3][-1] > 1 else None
-        found.append(Operand(rows=_has_rows(given), columns=columns))
-    return tuple(found)
-
-
-# -- what travels ---------------------------------------------------------------------------------
-
-
-def _received(
-    layouts: tuple[Layout | None, ...],
-    inputs: tuple[tuple[Layout, ...], ...],
-    results: tuple[Layout, ...],
-    final: Layout,
-) -> int:
-    """How many values the worker receives that receives most, to compute and to bring results."""
-    found = 0
-    for worker in final.partition.ranks:
-        count = _missing(results, (final,), worker)
-        for layout, there in zip(layouts, inputs, strict=True):
-            count += 0 if layout is None else _missing((layout,), there, worker)
-        found = max(found, count)
-    return found
 
 
 def _missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int) -> int:
@@ -386,8 +349,7 @@ def _missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int)
         for old in before:
             held = old.box(worker)
             assert held is not None
-            overlaps = [boxes.overlap(*both) for both in zip(box, held, strict=True)]
-            found -= prod(0 if each is None else each[1] - each[0] for each in overlaps)
+            found -= boxes.common_volume(box, held)
     return found
 
 

@@ -191,7 +191,7 @@ def cov(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x = args[0]
     given = dict(zip(("correction", "fweights", "aweights"), args[1:], strict=False)) | kwargs
     if given.get("fweights") is not None or given.get("aweights") is not None:
-        raise unsupported(name, "weights are not known", x._layout)
+        raise unsupported(name, "weights are not supported", x._layout)
     func(x._part.new_empty([1] * x.dim()))  # torch's own errors
     rows = x.reshape(1, -1) if x.dim() < 2 else x
     offsets = rows - rows.mean(1, True)
@@ -205,7 +205,7 @@ def corrcoef(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Covariances, divided by deviations."""
     x = args[0]
     if x.is_complex():
-        raise unsupported(name, "complex numbers are not known", x._layout)
+        raise unsupported(name, "complex numbers are not supported", x._layout)
     covariances = torch.cov(x)
     if x.dim() < 2:
         return covariances / covariances

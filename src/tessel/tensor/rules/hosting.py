@@ -22,22 +22,20 @@ from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
 
-def hosted(layout: Layout, dims: tuple[int, ...], hosts: tuple[int, ...] = ()) -> Layout:
+@kept_in_job
+def hosted(layout: Layout, dims: tuple[int, ...], first: tuple[int, ...] = ()) -> Layout:
     """A layout of the same tensor with some dimensions whole, on as many workers as it can be.
 
-    The layout itself, if they are. Hosts are the longest dimensions, of those that are given if
-    one is long enough.
+    The layout itself, if they are. Hosts are the longest dimensions, of those in `first` if one is
+    long enough.
 
     >>> import tessel
     >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
     >>> hosted(layout, (0,)) is layout
     True
     """
-    return _hosted(layout, dims, hosts) if any(map(layout.is_split, dims)) else layout
-
-
-@kept_in_job
-def _hosted(layout: Layout, dims: tuple[int, ...], first: tuple[int, ...]) -> Layout:
+    if not any(map(layout.is_split, dims)):
+        return layout
     sizes = layout.partition.shape
     cuts = list(layout.cuts)
     for dim in dims:

@@ -30,7 +30,15 @@ from tessel.tensor.rules.masks import (
 )
 from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
 from tessel.tensor.rules.reductions import argument, dims_of
-from tessel.tensor.rules.rows import Write, has_rows, receiving, row_index, rows_at, written_rows
+from tessel.tensor.rules.rows import (
+    Write,
+    check_range,
+    has_rows,
+    receiving,
+    row_index,
+    rows_at,
+    written_rows,
+)
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -45,7 +53,6 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     outlines,
-    outlining,
     parts,
     put_back,
     recut,
@@ -72,8 +79,16 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
 
     Numbers are counted from the start, slices have their bounds, lists are tensors.
     """
-    given = list(key) if isinstance(key, tuple) else [key]
-    items = [_item(name, each, layout) for each in given]
+    items: list[Any] = []
+    for item in key if isinstance(key, tuple) else [key]:
+        if isinstance(item, list | tuple | range) and all(map(_is_number, item)):
+            item = torch.tensor([as_int(each) for each in item], dtype=torch.int64)
+        is_index = isinstance(item, torch.Tensor) and item.dtype in (torch.int64, torch.int32)
+        is_plain = item is None or item is Ellipsis or isinstance(item, slice) or _is_number(item)
+        if not is_index and not is_plain:
+            kind = type(item).__name__
+            raise unsupported(name, f"an index of type {kind} is not supported", layout)
+        items.append(item)
     named = sum(each is not None and each is not Ellipsis for each in items)
     dots = [k for k, each in enumerate(items) if each is Ellipsis]
     if len(dots) > 1:
@@ -104,27 +119,6 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
             item %= length
         found.append(item)
     return found
-
-
-def _item(name: str, item: Any, layout: Layout) -> Any:
-    if item is None or item is Ellipsis or isinstance(item, slice) or _is_number(item):
-        return item
-    if isinstance(item, list | tuple | range) and all(_is_number(each) for each in item):
-        item = torch.tensor([as_int(each) for each in item], dtype=torch.int64)
-    is_index = isinstance(item, torch.Tensor) and item.dtype in (torch.int64, torch.int32)
-    if not is_index:
-        raise unsupported(name, f"an index of type {type(item).__name__} is not known", layout)
-    return item
-
-
-def _check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
-    """Raise, on all workers, if an index is out of range: torch would raise where it is used."""
-    if not index.numel() or index.device.type != "cpu" or outlining.get():
-        return
-    low, high = int(index.amin()), int(index.amax())
-    if low < (-length if negative else 0) or high >= length:
-        wrong = high if high >= length else low
-        raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {length}")
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -298,12 +292,12 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
         if merged is not None:
             return rows_at(*merged)
     for dim, index in indices.items():
-        _check_range(index, dim, layout.shape[dim], negative=True)
+        check_range(index, dim, layout.shape[dim], negative=True)
     if len(indices) > 1:  # they are small beside what they pick
         indices = {dim: whole_of(index) for dim, index in indices.items()}
     split = [each for each in held_layouts(list(indices.values())) if not is_whole(each)]
     if split and split[0].partition != layout.partition:
-        raise unsupported(name, "tensors of indices on other workers are not known", layout, *split)
+        raise unsupported(name, "index tensors on other workers are not supported", layout, *split)
     if split:
         there = _beside(layout, tuple(indices), split[0])
         cuts = split[0].cuts
@@ -342,7 +336,7 @@ def _merged(x: Tensor, indices: dict[int, torch.Tensor]) -> tuple[Tensor, int, t
     index: Any = 0
     for dim in order:
         length = layout.shape[dim]
-        _check_range(indices[dim], dim, length, negative=True)
+        check_range(indices[dim], dim, length, negative=True)
         index = index * length + indices[dim] % max(1, length)
     places = range(at, at + len(order))
     merged: Any = x.movedim(order, tuple(places)).flatten(at, at + len(order) - 1)
@@ -433,7 +427,7 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
         return
     layout = x._layout
     if any(each is None for each in items):
-        raise unsupported(name, "new dimensions beside tensors of indices are not known", layout)
+        raise unsupported(name, "new dimensions next to index tensors are not supported", layout)
     there, region, at = _places(x, items)
     if isinstance(value, torch.Tensor):
         value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
@@ -558,7 +552,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
     layout = x._layout
     for dim, each in enumerate(items):
         if isinstance(each, torch.Tensor):
-            _check_range(each, dim, layout.shape[dim], negative=True)
+            check_range(each, dim, layout.shape[dim], negative=True)
     everything = [(0, length, 1) for length in layout.shape]  # a slice of all of a dimension
     named = tuple(
         dim
@@ -606,7 +600,7 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return y
     items = _items(name, tuple(given["indices"]), layout)
     if not any(isinstance(each, torch.Tensor) for each in items):
-        raise unsupported(name, "tensors of indices are needed", layout)
+        raise unsupported(name, "index tensors are needed", layout)
     there, region, key = _places(x, items)
     value = given["values"]
     value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
@@ -704,7 +698,7 @@ def index_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     (dim,) = dims_of(dim, x._layout)
     if _are_rows(x._layout, dim, index):
         return rows_at(x, dim, index.reshape(-1), negative=False)
-    _check_range(index, dim, x.shape[dim])
+    check_range(index, dim, x.shape[dim])
     return x[(*[slice(None)] * dim, index.reshape(-1))]
 
 
@@ -739,7 +733,7 @@ def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if row is not None:
         y = rows_at(x[corner], dim, row, negative=False)
         return y.move_to(index._layout) if isinstance(index, Tensor) else y
-    _check_range(index, dim, x.shape[dim])
+    check_range(index, dim, x.shape[dim])
     origin = x._layout
     x = x[corner]
     there = hosted(x._layout, (dim,))
@@ -782,7 +776,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     outlines(function, (x, dim, index, source), given)  # torch's own error
     layout = x._layout
     if not layout.shape or not index.dim():
-        raise unsupported(name, "tensors without dimensions are not known", layout)
+        raise unsupported(name, "tensors without dimensions are not supported", layout)
     (dim,) = dims_of(dim, layout)
     shape = tuple(index.shape)
     if isinstance(source, torch.Tensor):
@@ -799,7 +793,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         y = _rows_replaced(name, x, dim, row_index, index, source, write, adds)
         if y is not None:
             return y
-    _check_range(index, dim, layout.shape[dim])
+    check_range(index, dim, layout.shape[dim])
     there = hosted(x._layout, (dim,))
     places = there  # of the first indices, where they are; along `dim`, as many as there are
     for d, (cut, n) in enumerate(zip(there.cuts, shape, strict=True)):
@@ -825,7 +819,7 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     function = _out_of_place(name)
     outlines(function, (x, dim, index, source), given)  # torch's own error
     if not layout.shape:
-        raise unsupported(name, "tensors without dimensions are not known", layout)
+        raise unsupported(name, "tensors without dimensions are not supported", layout)
     (dim,) = dims_of(dim, layout)
 
     def write(part: torch.Tensor, rows: torch.Tensor, values: Any) -> torch.Tensor:
@@ -838,7 +832,7 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     )
     if y is not None:
         return y
-    _check_range(index, dim, layout.shape[dim], negative=counts_back)
+    check_range(index, dim, layout.shape[dim], negative=counts_back)
     there = hosted(x._layout, (dim,))
     if isinstance(source, torch.Tensor) and source.dim():
         lying = reshaped_along(there, tuple(source.shape), (dim,))

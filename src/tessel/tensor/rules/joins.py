@@ -86,7 +86,7 @@ def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("stack")
 def stack(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Tensors one beside the other along a new dimension, which is whole."""
+    """Tensors side by side along a new dimension, which is whole."""
     given = argument(args, kwargs, 1, "dim", 0)
     dim = range(outlines(torch.stack, (list(args[0]), given), {}).dim())[given]
     return torch.cat([each.unsqueeze(dim) for each in args[0]], dim)

@@ -307,7 +307,7 @@ def linear_cross_entropy(name: str, func: Any, args: Arguments, kwargs: Settings
     given = arguments_of(name, func, args, kwargs)
     x, weight, bias = given["input"], given["linear_weight"], given["linear_bias"]
     if given["options"] is not None:
-        raise unsupported(name, "options are not known", *held_layouts(args, kwargs))
+        raise unsupported(name, "options are not supported", *held_layouts(args, kwargs))
     outlines(func, args, kwargs)  # torch's own error
     classes, *features = weight.shape[:-1]
     logits = F.linear(

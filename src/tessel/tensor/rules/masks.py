@@ -187,7 +187,7 @@ def masked_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         func(torch.empty(0), torch.empty(0, dtype=mask.dtype))  # torch's own error
     layout = common_layout(name, (x, mask))
     if not layout.shape:
-        raise unsupported(name, "tensors without dimensions are not known", layout)
+        raise unsupported(name, "tensors without dimensions are not supported", layout)
     x, mask = (as_spread(each, layout.partition).expand(layout.shape) for each in (x, mask))
     return masked_values(name, made(fitted(x, layout), layout), mask)
 
@@ -197,7 +197,7 @@ def nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The places of values that are not zero, one row for each."""
     x = args[0].detach()
     if not x.dim():
-        raise unsupported(name, "tensors without dimensions are not known", x._layout)
+        raise unsupported(name, "tensors without dimensions are not supported", x._layout)
     choice = chosen(name, x._layout, x if x.dtype == torch.bool else x != 0)
     box = choice.there.box()
     assert box is not None

@@ -19,10 +19,12 @@ from torch import Tensor
 from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, replicate, replication, used_together
 from tessel.tensor.batch_norm import BatchNorm, can_use_kernels, normalize
+from tessel.tensor.group_norm import GroupNorm
 from tessel.tensor.moments import Pair, combined, local_moments, mean_square, update_running
 from tessel.tensor.table import (
     Arguments,
@@ -506,24 +508,19 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     x, eps = norm.x, given["eps"]
     if not given["use_input_stats"]:
         return norm.result(normalize_by_running(x, norm.running(), *norm.parameters(), eps))
-    gathering = Gathering.over(norm.layout, tuple(range(2, x.dim())))
-    if gathering.stays and not norm.tracks:  # each worker has all values of its instances
+    instances = ChannelGroups.of(norm.layout, norm.layout.shape[1])
+    if instances.stays and not norm.tracks:  # each worker has all values of its instances
         weight, bias = norm.parameters()
         if not x.numel():
             return norm.result(norm.anchored_zeros(weight, bias))
         return norm.result(F.instance_norm(x, None, None, weight, bias, True, 0.0, eps))
-    rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
-    means, variances = gathering.gather(*local_moments(rows))
-    mean, variance = combined(means, variances, gathering.shares(means))
+    y, mean, variance = _normalize_groups(norm, instances)
     if norm.tracks:
         # running statistics take in the average over the instances of the whole batch
         centre, spread = _collected(mean, variance, norm.layout, (0, 1)).mean(1)
         running = given["running_mean"], given["running_var"]
-        update_running(running, centre, spread, sum(gathering.counts), given["momentum"])
-    weight, bias = (
-        None if each is None else each.expand_as(mean).reshape(-1) for each in norm.parameters()
-    )
-    return norm.result(_normalized(rows, mean.reshape(-1), variance.reshape(-1), weight, bias, eps))
+        update_running(running, centre, spread, sum(instances.counts), given["momentum"])
+    return norm.result(y)
 
 
 # -- of groups ------------------------------------------------------------------------------------
@@ -536,31 +533,52 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     norm = Norm.of(name, args[0], given, range(1, 2))
     if norm.is_simple():
         return norm.simply()
-    x = norm.x
     groups = ChannelGroups.of(norm.layout, given["num_groups"])
-    weight, bias = norm.parameters()
     if groups.stays:  # each worker has all values of its groups
-        if not x.numel():
+        weight, bias = norm.parameters()
+        if not norm.x.numel():
             return norm.result(norm.anchored_zeros(weight, bias))
-        return norm.result(torch.group_norm(x, groups.local_shape[1], weight, bias, given["eps"]))
-    rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
-    members = constant(tuple(groups.members), torch.int64, x.device)
-    means, variances = (each.reshape(x.shape[:2]) for each in local_moments(rows))
-    # the moments of groups from those of channels; zeros for a group without a channel
-    like = groups.local_shape
-    sizes = torch.bincount(members, minlength=like[1]).clamp(min=1).to(means.dtype)
-    own = means.new_zeros(like).index_add(1, members, means) / sizes
-    around = variances + (means - own.index_select(1, members)).square()
-    spread = variances.new_zeros(like).index_add(1, members, around) / sizes
-    means, variances = groups.gather(own, spread)
-    mean, variance = (
-        each.index_select(1, members).reshape(-1)
-        for each in combined(means, variances, groups.shares(means))
+        parameters = groups.local_shape[1], weight, bias, given["eps"]
+        return norm.result(torch.group_norm(norm.x, *parameters))
+    return norm.result(_normalize_groups(norm, groups)[0])
+
+
+def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor, Tensor]:
+    """This worker's part with the statistics of all workers, and the mean and variance of each
+    sample's groups."""
+    eps, parameters = norm.given["eps"], norm.parameters()
+
+    def composed(x: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
+        members = constant(tuple(groups.members), torch.int64, x.device)
+        means, variances = (each.reshape(x.shape[:2]) for each in local_moments(rows))
+        if groups.size > 1:
+            # the moments of groups from those of channels; zeros for a group without a channel
+            like = groups.local_shape
+            counts = tuple(max(1.0, float(groups.members.count(k))) for k in range(like[1]))
+            sizes = constant(counts, means.dtype, x.device)
+            own = means.new_zeros(like).index_add(1, members, means) / sizes
+            around = variances + (means - own.index_select(1, members)).square()
+            means, variances = own, means.new_zeros(like).index_add(1, members, around) / sizes
+        means, variances = groups.gather(means, variances)
+        mean, variance = combined(means, variances, groups.shares(means))
+        of_rows = [each.index_select(1, members).reshape(-1) for each in (mean, variance)]
+        weight, bias = (
+            None if each is None else each.expand(x.shape[:2]).reshape(-1) for each in given
+        )
+        y = _normalized(rows, of_rows[0], of_rows[1], weight, bias, eps)
+        return y.view(x.shape), mean, variance
+
+    use = replication(groups.statistics, groups.axes)
+    are_whole = 1 not in groups.dims
+    on_processor = norm.x.device.type == "cpu"  # a GPU's kernels take other statistics
+    if use is None or not (are_whole and on_processor and can_use_kernels(norm.x, *parameters)):
+        return composed(norm.x, *parameters)
+    kernels = GroupNorm(
+        groups.move, use.H, groups.counts, groups.size, eps, lambda *xs: composed(*xs)[0]
     )
-    weight, bias = (
-        None if each is None else each.expand(x.shape[:2]).reshape(-1) for each in (weight, bias)
-    )
-    return norm.result(_normalized(rows, mean, variance, weight, bias, given["eps"]))
+    y, mean, variance = record_map(kernels, norm.x, *parameters)
+    return y, mean, variance
 
 
 # -- of rows --------------------------------------------------------------------------------------

@@ -257,12 +257,16 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     is_single = (name, x.dim()) in (("dropout1d", 2), ("dropout3d", 4))  # its channels come first
     at = _features(layout, 0 if is_single else 1) if of_channels else layout
     kept = _even(at, x.device) >= p
-    scale, shift = _alpha(p) if "alpha" in name else (1 / (1 - p) if p < 1 else 0.0, None)
+    scale, is_alpha = 1 / (1 - p) if p < 1 else 0.0, "alpha" in name
+    if is_alpha and p < 1:
+        scale = 1 / math.sqrt((_SATURATION**2 * p + 1) * (1 - p))
     factors = kept.to(x.dtype) * scale
     terms = None
-    if shift is not None:
-        # not from two numbers alone, of which torch.where makes single precision
-        terms = torch.where(kept, factors.new_tensor(shift[0]), factors.new_tensor(shift[1]))
+    if is_alpha:
+        # what is added to values that stay, and to those that fall; as tensors, since of two
+        # numbers torch.where makes single precision
+        stays, falls = (factors.new_tensor(_SATURATION * scale * q) for q in (p, p - 1))
+        terms = torch.where(kept, stays, falls)
     if in_place:
         target._part.mul_(factors)
         if terms is not None:
@@ -273,14 +277,6 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 _SATURATION = 1.7580993408473766  # of SELU, with the sign turned round
-
-
-def _alpha(p: float) -> tuple[float, tuple[float, float]]:
-    """The scale, and what is added to values that stay and to those that fall."""
-    if p == 1:
-        return 0.0, (0.0, 0.0)
-    scale = 1 / math.sqrt((_SATURATION**2 * p + 1) * (1 - p))
-    return scale, (_SATURATION * scale * p, _SATURATION * scale * (p - 1))
 
 
 @rule("rrelu", "rrelu_")

@@ -35,7 +35,6 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.transport import kept_in_job
 
 _SEQUENCE = (
     *("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional"),
@@ -145,9 +144,11 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     _check(name, x, states, params, ends)
     operands = [x, *states]
     # autocast may give states of another dtype than it got, which only some workers would know
-    can_pass = isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type)
-    if can_pass and _passes_states(x._layout, letters):
-        return _passed(name, func, given, x, states, width)
+    if isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type):
+        # a sequence stays split in parts of which each moment is in one
+        moments = hosted(x._layout, (2,)).cuts[letters.index("t")].intervals
+        if len(moments) > 1 and x._layout.owns_once and lengths["n"]:
+            return _passed(name, func, given, x, states, width)
     batch = _planned(name, (letters, "lnh", "lnc")[: len(operands)], operands)
     shape = tuple((lengths | {"i": width * ways})[letter] for letter in letters)
     lies = [batch.layout(shape, letters.index("n"))]
@@ -157,13 +158,6 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(x, Tensor):  # results lie as the input did
         y = y.move_to(split_like(x._layout, shape))
     return (y, *last)
-
-
-def _passes_states(layout: Layout, letters: str) -> bool:
-    """Whether a sequence stays split: in parts of which each moment is in one."""
-    time = letters.index("t")
-    cut = hosted(layout, (2,)).cuts[time]
-    return len(cut.intervals) > 1 and layout.owns_once and bool(layout.shape[letters.index("n")])
 
 
 def _passed(
@@ -216,19 +210,11 @@ def _passed(
             # of the last states every worker gets those of its samples, in one message
             packed = torch.cat(last, -1)
             at = wave.way.held_at(len(wave.way.order) - 1, depth, packed.shape[-1])
-            ends.append(made(packed, at).move_to(_samples(there, batch, at.shape)))
+            ends.append(made(packed, at).move_to(wave.way.by_samples(at.shape)))
     shape = (*there.shape[:2], width * ways)
     result = made(y, reshaped_along(there, shape, (2,))).move_to(split_like(x._layout, shape))
     final = torch.cat(ends) if len(ends) > 1 else ends[0]
     return (result, *final.split([each.shape[-1] for each in states], -1))
-
-
-@kept_in_job
-def _samples(layout: Layout, batch: int, shape: Shape) -> Layout:
-    """How the last states lie: as the samples do, and the same along all other axes."""
-    cut = layout.cuts[batch]
-    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in cut.axes)
-    return Layout(layout.partition, shape, (Cut.whole(shape[0]), cut, Cut.whole(shape[2])), shared)
 
 
 def drops(args: Arguments, kwargs: Settings) -> bool:

@@ -391,7 +391,7 @@ def norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     keepdim = argument(args, kwargs, 3, "keepdim", False)
     dtype = argument(args, kwargs, 5 if name == "norm" else 4, "dtype")
     if isinstance(p, str):
-        raise unsupported(name, f"a norm of kind {p!r} is not known", layout)
+        raise unsupported(name, f"a norm of kind {p!r} is not supported", layout)
     if not _are_split(layout, dims):
         return made(func(x, *args[1:], **kwargs), without(layout, dims, keepdim)[1])
 

@@ -17,7 +17,7 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.row_exchange import RowExchange, is_consecutive, owners, place_of, told
+from tessel.tensor.row_exchange import RowExchange, owners, place_of, told
 from tessel.tensor.table import (
     as_spread,
     computed,
@@ -36,7 +36,7 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def has_rows(layout: Layout, dim: int) -> bool:
     """Whether a dimension lies in parts of which each has rows of its own."""
-    return layout.is_split(dim) and is_consecutive(layout.cuts[dim], layout.shape[dim])
+    return layout.is_split(dim) and layout.cuts[dim].is_consecutive(layout.shape[dim])
 
 
 @kept_in_job
@@ -102,10 +102,16 @@ def _exchange_of(
     mine = moved(index, lies).reshape(-1).long()
     if is_whole(index._layout):
         whole = open_part(index).long()
-        check_range((whole,), dim, length, negative)
-        readers = _readers(lies, whole.device).reshape(-1)
+        check_range(whole, dim, length, negative)
+        # for each entry of the index, the place of the worker that has it
+        (split,) = (d for d in range(len(lies.shape)) if lies.is_split(d))
+        places = torch.arange(lies.shape[split], device=whole.device)
+        along = [-1 if d == split else 1 for d in range(len(lies.shape))]
+        readers = owners(places, lies.cuts[split].intervals).view(along).expand(lies.shape)
         whole, mine = whole.reshape(-1) % max(1, length), mine % max(1, length)
-        exchange, found = RowExchange.known(partition, rows, readers, whole, distinct=distinct)
+        exchange, found = RowExchange.known(
+            partition, rows, readers.reshape(-1), whole, distinct=distinct
+        )
         if distinct:
             return exchange, torch.searchsorted(found, mine)
         return exchange, torch.argsort(owners(mine, rows.intervals), stable=True)
@@ -119,20 +125,10 @@ def _exchange_of(
     return exchange, order if distinct else torch.argsort(owner, stable=True)
 
 
-def _readers(lies: Layout, device: torch.device) -> torch.Tensor:
-    """For each entry of an index, the place of the worker that has it."""
-    (dim,) = (d for d in range(len(lies.shape)) if lies.is_split(d))
-    place = owners(torch.arange(lies.shape[dim], device=device), lies.cuts[dim].intervals)
-    return place.view([-1 if d == dim else 1 for d in range(len(lies.shape))]).expand(lies.shape)
-
-
-def check_range(
-    values: tuple[torch.Tensor, ...], dim: int, length: int, negative: bool = False
-) -> None:
-    """Raise if an index that all workers have is out of range, as torch would where it is used."""
-    for index in values:
-        if index.numel() and index.device.type == "cpu":
-            _check_bounds(int(index.amin()), int(index.amax()), dim, length, negative)
+def check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
+    """Raise, on all workers, if an index is out of range: torch would raise where it is used."""
+    if index.numel() and index.device.type == "cpu" and not outlining.get():
+        _check_bounds(int(index.amin()), int(index.amax()), dim, length, negative)
 
 
 def check_told(
@@ -144,7 +140,7 @@ def check_told(
     negative: bool,
 ) -> None:
     """The same for an index of which each worker has a part: they tell each other its bounds."""
-    bounds = index.new_tensor([0, 0])
+    bounds = index.new_tensor([0, -1])
     if index.numel():
         bounds = torch.stack(torch.aminmax(index))
     low, high = told(partition, axes, bounds).unbind(1)
@@ -152,7 +148,7 @@ def check_told(
 
 
 def _check_bounds(low: int, high: int, dim: int, length: int, negative: bool) -> None:
-    if low < (-length if negative else 0) or high >= max(1, length):
+    if low < (-length if negative else 0) or high >= length:
         wrong = high if high >= length else low
         raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {length}")
 
@@ -181,7 +177,7 @@ def receiving(
         for each, at in ((layout, dim), (values, dim), (index, 0))
         if each is not None and each.shape and len(each.cuts[at].intervals) > 1
     ]
-    if not cuts or not all(is_consecutive(*each) for each in cuts):
+    if not cuts or not all(cut.is_consecutive(length) for cut, length in cuts):
         return None
     axes = cuts[0][0].axes
     if not layout.is_split(dim):
@@ -225,36 +221,32 @@ def written_rows(
         negative: whether the index may count from the end.
     """
     rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
-    spread = as_spread(index, partition)
-    place = place_of(partition, rows.axes)
-    start, stop = rows.intervals[place]
-    is_number = not isinstance(values, torch.Tensor) or not values.dim()
-    is_known = is_whole(spread._layout)
-    all_here = is_number or is_whole(as_spread(values, partition)._layout)
+    spread, given = as_spread(index, partition), None
+    if isinstance(values, torch.Tensor) and values.dim():
+        given = as_spread(values, partition)
     if outlining.get():
-        hung = [] if is_number else [open_part(as_spread(values, partition))]
-        return x + anchored_zeros((), x, *hung)
-    if is_number and not is_known:
+        return x + anchored_zeros((), x, *([] if given is None else [open_part(given)]))
+    if given is None and not is_whole(spread._layout):
         spread = as_spread(spread.full(), partition)
-        is_known = True
-    if is_known and all_here:
-        check_range((open_part(spread),), dim, length, negative)
+    if is_whole(spread._layout) and (given is None or is_whole(given._layout)):
         # every worker has all that is written, and takes what belongs to its rows
-        whole = open_part(spread).long() % max(1, length)
+        start, stop = rows.intervals[place_of(partition, rows.axes)]
+        whole = open_part(spread).long()
+        check_range(whole, dim, length, negative)
+        whole = whole % max(1, length)
         mine = ((whole >= start) & (whole < stop)).nonzero().squeeze(1)
-        if is_number:
+        if given is None:
             return write(x, whole[mine] - start, values)
         # whole along the axes that split the rows, a copy for each worker of its own
-        there = recut(layout, dim, Cut.whole(values.shape[dim]), values.shape[dim])
-        part = moved(as_spread(values, partition), there)
-        return write(x, whole[mine] - start, part.index_select(dim, mine))
-    lies = _values_cut(rows, dim, spread._layout, as_spread(values, partition)._layout)
-    there = recut(layout, dim, lies, values.shape[dim])
-    part = moved(as_spread(values, partition), there)
-    along = of_cuts(partition, (values.shape[dim],), (lies,))
+        there = recut(layout, dim, Cut.whole(given.shape[dim]), given.shape[dim])
+        return write(x, whole[mine] - start, moved(given, there).index_select(dim, mine))
+    assert given is not None
+    lies, length = _values_cut(rows, dim, spread._layout, given._layout), given.shape[dim]
+    part = moved(given, recut(layout, dim, lies, length))
+    along = of_cuts(partition, (length,), (lies,))
     exchange, order = _exchange_of(layout, dim, spread, along, distinct=adds, negative=negative)
     if adds:
-        count = sum(exchange.counts[place])
+        count = sum(exchange.counts[exchange.place])
         sums = part.new_zeros([count if d == dim else n for d, n in enumerate(part.shape)])
         sent = sums.index_add(dim, order, part)
     else:
@@ -265,7 +257,7 @@ def written_rows(
 def _values_cut(rows: Cut, dim: int, index: Layout, values: Layout) -> Cut:
     """How values lie along the dimension of rows: as they do, as their index does, or evenly."""
     for cut, length in ((values.cuts[dim], values.shape[dim]), (index.cuts[0], index.shape[0])):
-        if cut.axes == rows.axes and len(cut.intervals) > 1 and is_consecutive(cut, length):
+        if cut.axes == rows.axes and len(cut.intervals) > 1 and cut.is_consecutive(length):
             return cut
     return Cut(rows.axes, boxes.balanced(values.shape[dim], len(rows.intervals)))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core.boxes import Interval
@@ -29,7 +30,7 @@ LEAST = 4 * 2**20  # bytes of a piece of large ones: allocators keep smaller blo
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """What torch's cross entropy takes beside tensors.
+    """What torch's cross entropy takes besides tensors.
 
     Args:
         ignore_index: a class that does not count.
@@ -40,6 +41,10 @@ class CrossEntropy:
     ignore_index: int = -100
     label_smoothing: float = 0.0
     reduction: str = "mean"
+
+    def by_torch(self, x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        """Torch's own loss: of whole logits, or of spread ones by its rule."""
+        return F.cross_entropy(x, target, weight, **vars(self))
 
     def __call__(
         self,

@@ -23,7 +23,7 @@ EPSILON = 1e-7  # what torch adds to a norm before it divides by it
 
 @dataclass(frozen=True)
 class EmbeddingOptions:
-    """What torch's embedding takes beside ids and weight; `padding_idx` counts whole rows."""
+    """What torch's embedding takes besides ids and weight; `padding_idx` counts whole rows."""
 
     padding_idx: int | None = None
     max_norm: float | None = None

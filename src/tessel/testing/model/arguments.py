@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,12 @@ class Arguments:
     where: Partition | Layout
     dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.partition, Partition):
+            raise TypeError(
+                f"where must be a tessel.Partition or a tessel.Layout, got {self.where!r}"
+            )
+
     @property
     def partition(self) -> Partition:
         return self.where.partition if isinstance(self.where, Layout) else self.where
@@ -45,6 +52,36 @@ class Arguments:
             for path, value in tree_flatten_with_path(part)[0]
             if isinstance(value, Tensor)
         ]
+
+    def described(self) -> dict[str, str]:
+        """Where they go, and what each tensor is: the same words on workers with the same ones."""
+        where = self.where
+        found = {
+            "where": where.identity
+            if isinstance(where, Layout)
+            else str((where.ranks, where.shape))
+        }
+        for name, value in self.tensors():
+            if isinstance(value, SpreadTensor):
+                found[name] = f"{value.layout.identity} {value.dtype}"
+            else:  # values by a checksum, so that little is sent
+                data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                checksum = zlib.crc32(data.numpy().tobytes())
+                found[name] = f"{tuple(value.shape)} {value.dtype} {checksum}"
+        return found
+
+    def check(self) -> None:
+        """Raise ValueError unless something is spread, and a layout is that of an input."""
+        values = [value for _, value in self.tensors()]
+        if all(layout is None for layout in self.layouts()):
+            raise ValueError(
+                f"check_model: expected an input with {self.partition.dim} dimensions, as many as "
+                f"the grid has axes, got tensors of {[value.dim() for value in values]} "
+                f"dimensions; pass tessel.spread(x, layout) for another layout"
+            )
+        shapes = [tuple(value.shape) for value in values]
+        if isinstance(self.where, Layout) and self.where.shape not in shapes:
+            raise ValueError(f"check_model: no input has the shape of {self.where}, got {shapes}")
 
     def layouts(self) -> list[Layout | None]:
         """How each tensor is spread; None for one that stays whole."""

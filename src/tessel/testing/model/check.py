@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from tessel import transport
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.nn.convert import distribute_module
-from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.testing.model.arguments import Arguments
 from tessel.testing.model.attempt import attempt, attempt_together
@@ -85,8 +83,6 @@ def check_model(
     True
     """
     given = Arguments(inputs, dict(kwargs or {}), where, dtype)
-    if not isinstance(given.partition, Partition):
-        raise TypeError(f"where must be a tessel.Partition or a tessel.Layout, got {where!r}")
     check_choice(fallback)
     if calls < 1:
         raise ValueError(f"calls must be at least 1, got {calls}")
@@ -151,21 +147,13 @@ def _agree(
     everyone: transport.Group, model: nn.Module, given: Arguments, settings: Any, failure: str
 ) -> None:
     """Raise on all workers unless they check the same model with the same inputs."""
-    where = given.where
     mine = {
-        "where": where.identity if isinstance(where, Layout) else str((where.ranks, where.shape)),
         "the settings": str(settings),
         "the model": str([(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()])
         + str([(name, type(each).__qualname__) for name, each in model.named_modules()])
         + str([each.training for each in model.modules()]),
+        **given.described(),
     }
-    for name, value in given.tensors():
-        if isinstance(value, SpreadTensor):
-            mine[name] = f"{value.layout.identity} {value.dtype}"
-        else:  # values by a checksum, so that little is sent
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            checksum = zlib.crc32(data.numpy().tobytes())
-            mine[name] = f"{tuple(value.shape)} {value.dtype} {checksum}"
     said = everyone.share_objects((failure, mine))
     for worker, (text, _) in zip(everyone.workers, said, strict=True):
         if text:
@@ -180,16 +168,7 @@ def _agree(
                     f"{everyone.workers[0]} and worker {worker}; inputs must be whole, and drawn "
                     f"with one seed"
                 )
-    if all(layout is None for layout in given.layouts()):
-        dims = [value.dim() for _, value in given.tensors()]
-        raise ValueError(
-            f"check_model: expected an input with {given.partition.dim} dimensions, as many as the "
-            f"grid has axes, got tensors of {dims} dimensions; pass tessel.spread(x, layout) for "
-            f"another layout"
-        )
-    shapes = [tuple(value.shape) for _, value in given.tensors()]
-    if isinstance(where, Layout) and where.shape not in shapes:
-        raise ValueError(f"check_model: no input has the shape of {where}, got {shapes}")
+    given.check()
 
 
 def _merged(

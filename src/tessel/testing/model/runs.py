@@ -209,29 +209,25 @@ def _random_state() -> tuple[Any, ...]:
 
 def _derived(result: Any, loss: Loss) -> Outputs:
     """The outputs by name, after the backward pass of their loss."""
-    outputs = _named(opened(result))
+    found = opened(result)
+    try:
+        named = [(keystr(path), value) for path, value in tree_flatten_with_path(found)[0]]
+    except ValueError:  # of a class that registers no names, as those of diffusers: by numbers
+        named = [(f"[{k}]", value) for k, value in enumerate(tree_flatten(found)[0])]
+    outputs: Outputs = [(f"output{name}", value) for name, value in named]
     if loss is None and not any(isinstance(value, Tensor) for _, value in outputs):
         raise ValueError(f"there are no tensors in the output, a {type(result).__name__}")
-    found = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
+    roots = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if loss is not None:
         seed_all(0)  # a loss may draw, and what was drawn before it differs
         value = loss(result)
         if value.requires_grad:
             value.backward()
         outputs.append(("loss", value))
-    elif found:
+    elif roots:
         # no function of the table takes part in this: what seeds the pass is right in any case
-        torch.autograd.backward(found, [_weights(each, k) for k, each in enumerate(found)])
+        torch.autograd.backward(roots, [_weights(each, k) for k, each in enumerate(roots)])
     return [(n, value.detach() if isinstance(value, Tensor) else value) for n, value in outputs]
-
-
-def _named(result: Any) -> Outputs:
-    """All values of an output; by numbers where a class of its own does not tell their names."""
-    try:
-        found = tree_flatten_with_path(result)[0]
-    except ValueError:  # as of diffusers, which registers no names
-        return [(f"output[{k}]", value) for k, value in enumerate(tree_flatten(result)[0])]
-    return [(f"output{keystr(path)}", value) for path, value in found]
 
 
 def _weights(like: Tensor, number: int) -> Tensor:

@@ -1,0 +1,241 @@
+"""Datasets in parts: of each sample a worker reads its box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_structure, tree_unflatten
+from torch.utils.data import Dataset
+
+from tessel import transport
+from tessel.core import boxes
+from tessel.core.boxes import Box
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.partition import Partition
+from tessel.data.sources import Source
+
+Where = Partition | Layout
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of which sample a transform has.
+
+    Attributes:
+        index: of the sample.
+        boxes: where the parts lie in the sample, with their halos; in the form of the sample.
+        generator: the same for all parts of a sample, and another in each epoch.
+    """
+
+    index: int
+    boxes: Any
+    generator: torch.Generator
+
+
+class PartDataset(Dataset[Any]):
+    """A dataset that gives this worker its box of each sample.
+
+    `dataset[index]` is this worker's part of each array of a sample, in the form of `sources`: a
+    tensor, a tuple, a dict. It reads, and never communicates, so that threads and the processes of
+    a `torch.utils.data.DataLoader` can do so. `PartLoader` makes batches of spread tensors of it.
+
+    The last axes of a grid split the last dimensions of a sample, as broadcasting would match them:
+    on a grid [2, 1, 4, 1], images (C, H, W) and labels (H, W) lie alike, and a single number is
+    on every worker. The first axis splits batches, unless it splits a dimension of a sample.
+
+    Args:
+        sources: a `Source`, or tuples and dicts of them, of one length.
+        where: a grid; or the layout of a sample; or one of these for each source. Axes of a layout
+            that split no dimension, and not the batch, have copies.
+        transform: `transform(sample, place)` gives a sample with the same shapes and dtypes, from
+            this worker's parts and a `Place`. Random numbers come from `place.generator`.
+        halo: how much around its part a worker reads for the transform, `(before, after)` for each
+            dimension of a sample; or that for each source, or None. What the transform gives there
+            is dropped.
+
+    >>> import numpy, tessel
+    >>> images, labels = numpy.ones((5, 3, 8, 8)), numpy.arange(5)
+    >>> sources = {"image": tessel.data.FromArray(images), "label": tessel.data.FromArray(labels)}
+    >>> grid = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    >>> dataset = tessel.data.PartDataset(sources, grid)
+    >>> len(dataset), dataset[2]["image"].shape, dataset[2]["label"]
+    (5, torch.Size([3, 8, 8]), tensor(2))
+    """
+
+    def __init__(
+        self,
+        sources: Any,
+        where: Any,
+        *,
+        transform: Callable[[Any, Place], Any] | None = None,
+        halo: Any = None,
+    ) -> None:
+        self._sources: list[Source]
+        self._sources, form = tree_flatten(sources)
+        # the place of each source among them, in their form
+        self._form = tree_unflatten([*range(len(self._sources))], form)
+        if not self._sources or not all(isinstance(each, Source) for each in self._sources):
+            raise TypeError(
+                f"tessel.data sources such as FromArray(array) are needed, alone or in tuples and "
+                f"dicts, got {sources!r}"
+            )
+        self._where = (
+            self._for_each(where)
+            if not isinstance(where, Where)
+            else ([where] * len(self._sources))
+        )
+        for each in self._where:
+            if not isinstance(each, Where):
+                raise TypeError(f"where: a Partition or a Layout is needed, got {each!r}")
+        grids = [each.partition if isinstance(each, Layout) else each for each in self._where]
+        self.partition: Partition = grids[0]
+        if any(grid != self.partition for grid in grids):
+            raise ValueError(f"all arrays of a sample lie on one grid, got {grids}")
+        self._halo = [None] * len(self._sources) if halo is None else self._for_each(halo)
+        self._transform = transform
+        # Processes that read for this worker are not workers: it is remembered which box is meant.
+        self._worker = transport.this_worker()
+        self._layouts: dict[tuple[int, Shape], Layout] = {}
+
+    def _for_each(self, given: Any) -> list[Any]:
+        """What is given in the form of the sources, for each of them."""
+        try:
+            return tree_structure(self._form).flatten_up_to(given)
+        except ValueError as error:
+            raise ValueError(f"expected one for each source, in the same form: {error}") from error
+
+    def __len__(self) -> int:
+        lengths = {len(each) for each in self._sources}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"sources of one length are needed, got {[len(each) for each in self._sources]}"
+            )
+        return lengths.pop()
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those of the arrays of a sample."""
+        return [each.dtype for each in self._sources]
+
+    def layouts(self, index: int) -> list[Layout]:
+        """How the arrays of a sample lie, in which all other axes have shared copies."""
+        return [
+            self._layout(number, tuple(source.shape_of(index)))
+            for number, source in enumerate(self._sources)
+        ]
+
+    @property
+    def batch_axis(self) -> int | None:
+        """The axis of the grid that splits batches."""
+        if not len(self):
+            return 0
+        used = {axis for each in self.layouts(0) for cut in each.cuts for axis in cut.axes}
+        return None if 0 in used or not self.partition.dim else 0
+
+    def batch_layouts(self, indices: Sequence[int]) -> list[Layout]:
+        """How the arrays of a batch of these samples lie: (batch, …)."""
+        first, *others = indices
+        layouts = self.layouts(first)
+        for index in others:
+            for one, other in zip(layouts, self.layouts(index), strict=True):
+                if one.shape != other.shape:
+                    raise ValueError(
+                        f"samples of one batch need one shape, got {one.shape} of sample {first} "
+                        f"and {other.shape} of sample {index}; use batch_size=1, or a transform"
+                    )
+        axis, count = self.batch_axis, len(indices)
+        cut = Cut.whole(count)
+        if axis is not None:
+            cut = Cut((axis,), boxes.balanced(count, self.partition.shape[axis]))
+        return [
+            replace(
+                each,
+                shape=(count, *each.shape),
+                cuts=(cut, *each.cuts),
+                shared=tuple(one for one in each.shared if one not in cut.axes),
+            )
+            for each in layouts
+        ]
+
+    def _layout(self, number: int, shape: Shape) -> Layout:
+        if (number, shape) not in self._layouts:
+            where, grid = self._where[number], self.partition
+            if isinstance(where, Layout):
+                if where.shape != shape:
+                    raise ValueError(f"a sample has the shape {shape}, its layout is {where}")
+                layout = where
+            else:
+                if len(shape) > grid.dim:
+                    raise ValueError(
+                        f"the last axes of {grid} split the last dimensions of a sample, got one "
+                        f"of shape {shape}; pass a tessel.Layout of it as where="
+                    )
+                layout = Layout.split(grid, shape, range(grid.dim - len(shape), grid.dim))
+            shared = tuple(sorted({*layout.shared, *layout.separate}))
+            self._layouts[number, shape] = replace(layout, shared=shared)
+        return self._layouts[number, shape]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index, seed=index)
+
+    def read(self, index: int, seed: int) -> Any:
+        """This worker's part of a sample.
+
+        Args:
+            index: of the sample.
+            seed: of the generator of its transform.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are samples 0 to {len(self) - 1}, got {index}")
+        if self.partition.place(self._worker) is None:
+            return self._formed([torch.empty(0, dtype=each) for each in self.dtypes])
+        own: list[Box] = []
+        read: list[Box] = []
+        parts: list[torch.Tensor] = []
+        for source, layout, halo in zip(
+            self._sources, self.layouts(index), self._halo, strict=True
+        ):
+            grown = layout if halo is None else layout.grow(halo)
+            for found, each in ((own, layout), (read, grown)):
+                box = each.box(self._worker)
+                assert box is not None
+                found.append(box)
+            parts.append(source.read(index, read[-1]))
+        # Where nobody has values there is nothing to transform, which many functions would refuse.
+        if self._transform is not None and any(part.numel() for part in parts):
+            parts = self._transformed(parts, Place(index, self._formed(read), _generator(seed)))
+        cropped = (
+            part[boxes.within(box, around)].contiguous()
+            for part, box, around in zip(parts, own, read, strict=True)
+        )
+        return self._formed([*cropped])
+
+    def _transformed(self, parts: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
+        assert self._transform is not None
+        found = self._for_each(self._transform(self._formed(parts), place))
+        for part, new in zip(parts, found, strict=True):
+            kinds = [
+                (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each
+                for each in (part, new)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"a transform keeps shapes and dtypes: expected {kinds[0]}, got {kinds[1]}; "
+                    f"sources take a dtype=, and shapes are changed in batches: x[:, None]"
+                )
+        return [each.detach() for each in found]
+
+    def _formed(self, values: Sequence[Any]) -> Any:
+        return tree_map(lambda place: values[place], self._form)
+
+    def collected(self, samples: Sequence[Any]) -> list[torch.Tensor]:
+        """The arrays of a batch of samples that were read."""
+        arrays = zip(*(self._for_each(each) for each in samples), strict=True)
+        return [each[0][None] if len(each) == 1 else torch.stack(each) for each in arrays]
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

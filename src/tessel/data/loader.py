@@ -1,0 +1,223 @@
+"""Loaders: batches of spread tensors, of which each worker has read its box ahead of time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from itertools import repeat, tee
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tessel.core.layout import Layout
+from tessel.data.dataset import PartDataset
+from tessel.data.sampler import PartSampler, mixed
+from tessel.data.together import kind_of, raise_together
+from tessel.tensor import Tensor
+
+Parts = list[torch.Tensor]
+Outcome = Callable[[], Parts | None]
+
+
+class Request(NamedTuple):
+    """What a worker reads of a batch: samples, and the seeds of their transforms."""
+
+    indices: list[int]
+    seeds: list[int]
+
+
+class PartLoader:
+    """Batches of a `PartDataset` as spread tensors, in the form of its sources.
+
+    A batch is what one process would have: `batch_size` counts the samples of all workers. Along
+    the first axis of the grid each worker reads its share of the samples, along the others its box
+    of each. `x.local` is this worker's part, for layers that take parts.
+
+    All workers make a loader, and iterate over it, together. If one cannot read its part all of
+    them raise, also if the file of one has another shape or dtype.
+
+    Args:
+        dataset: a `PartDataset`.
+        batch_size, shuffle, sampler, seed, drop_last: as of `PartSampler`.
+        num_workers: processes that read for this worker, by torch's `DataLoader`; 0 for a thread.
+        prefetch_factor: batches that are read ahead, by each process if there are some; 0, with a
+            thread, for none. Each takes the memory of this worker's part.
+        pin_memory: read into pinned memory, from which copies to a GPU are asynchronous.
+        device: where to bring parts; None to leave them in memory.
+        multiprocessing_context: how processes are started, as in torch's `DataLoader`.
+
+    >>> import numpy, tessel
+    >>> source = tessel.data.FromArray(numpy.arange(10.0).reshape(5, 2))
+    >>> grid = tessel.world().create_cartesian_topology_partition([1, 1])
+    >>> loader = tessel.data.PartLoader(tessel.data.PartDataset(source, grid), batch_size=2)
+    >>> [float(x.sum()) for x in loader]
+    [6.0, 22.0, 17.0]
+    """
+
+    def __init__(
+        self,
+        dataset: PartDataset,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        sampler: Iterable[int] | None = None,
+        seed: int | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch_factor: int = 1,
+        pin_memory: bool = False,
+        device: torch.device | str | None = None,
+        multiprocessing_context: Any = None,
+    ) -> None:
+        facts, error, length, axis = "", None, 0, None
+        try:
+            length, axis = len(dataset), dataset.batch_axis
+            shapes = [each.identity for each in dataset.layouts(0)] if length else []
+            facts = f"{length} samples of {dataset.dtypes} in {shapes} on {kind_of(device)}"
+            if num_workers < 0 or prefetch_factor < (num_workers > 0):
+                raise ValueError(
+                    f"num_workers and prefetch_factor from 0 on are needed, and processes read at "
+                    f"least one batch ahead, got {num_workers} and {prefetch_factor}"
+                )
+            if multiprocessing_context is not None and not num_workers:
+                raise ValueError("multiprocessing_context is for num_workers of 1 or more")
+            if pin_memory and not torch.accelerator.is_available():
+                raise ValueError("pin_memory=True is for workers with a GPU, and there is none")
+        except Exception as raised:  # whatever a source raises is told to all workers
+            error = raised
+        raise_together("PartLoader", facts, error)
+        self.dataset = dataset
+        self.sampler = PartSampler(
+            length,
+            dataset.partition,
+            batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            seed=seed,
+            drop_last=drop_last,
+            batch_axis=axis,
+        )
+        self._processes, self._ahead, self._pins = num_workers, prefetch_factor, pin_memory
+        self._device, self._context = device, multiprocessing_context
+        self._reader = _Reader(dataset)
+        self._index = torch.accelerator.current_device_index() if pin_memory else 0
+
+    @property
+    def epoch(self) -> int:
+        """Which epoch it is, or comes next."""
+        return self.sampler.epoch
+
+    def __len__(self) -> int:
+        """The number of batches in a whole epoch."""
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch; each iteration is the next one by itself."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the epoch is, after the batch that was given last; the same on all workers."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on from there, also on another number of workers."""
+        self.sampler.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, copies = tee(self.sampler.batches())
+        requests = map(self._request, copies)
+        read = self._by_processes if self._processes else self._by_thread
+        with closing(read(requests)) as outcomes:
+            # batches first: those of processes do not end
+            for batch, outcome in zip(batches, outcomes, strict=False):
+                found = self._agreed(batch, outcome)
+                self.sampler.advance(batch)
+                yield found
+        self.sampler.finish()
+
+    def _request(self, batch: list[int]) -> Request:
+        own, epoch = self.sampler.local(batch), self.sampler.epoch
+        return Request(own, [mixed(self.sampler.seed, epoch, index) for index in own])
+
+    def _agreed(self, batch: list[int], outcome: Outcome) -> Any:
+        """A batch of spread tensors, or an error on all workers."""
+        layouts: list[Layout] = []
+        parts, facts, error = None, "", None
+        try:
+            layouts = self.dataset.batch_layouts(batch)
+            facts = repr([each.shape for each in layouts])
+            parts = outcome()
+            if parts is None:
+                parts = [
+                    torch.empty(each.local_shape, dtype=dtype)
+                    for each, dtype in zip(layouts, self.dataset.dtypes, strict=True)
+                ]
+        except Exception as raised:  # whatever a source raises is told to all workers
+            error = raised
+        raise_together(f"tessel.data: samples {batch} of epoch {self.epoch}", facts, error)
+        assert parts is not None
+        if self._device is not None:
+            parts = [each.to(self._device, non_blocking=True) for each in parts]
+        return self.dataset._formed(
+            [Tensor(part, layout) for part, layout in zip(parts, layouts, strict=True)]
+        )
+
+    def _by_thread(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
+        """What is read by a thread, some batches ahead."""
+        if not self._ahead:
+            yield from (partial(self._read, request) for request in requests)
+            return
+        # a thread has a device of its own, the first one, on which pinning would start CUDA
+        use = partial(torch.accelerator.set_device_index, self._index)
+        executor = ThreadPoolExecutor(1, "tessel.data", use if self._pins else None)
+        ahead: deque[Future[Parts | None]] = deque()
+        try:
+            for request in requests:
+                ahead.append(executor.submit(self._read, request))
+                if len(ahead) > self._ahead:
+                    yield ahead.popleft().result
+            while ahead:
+                yield ahead.popleft().result
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _by_processes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
+        """What is read by processes of torch's `DataLoader`."""
+
+        def parts() -> Iterator[Parts | None]:
+            loader: DataLoader[Any] = DataLoader(
+                self._reader,
+                batch_size=None,
+                sampler=requests,
+                num_workers=self._processes,
+                prefetch_factor=self._ahead,
+                pin_memory=self._pins,
+                multiprocessing_context=self._context,
+                generator=torch.Generator(),  # and not a number of the user's
+            )
+            yield from loader
+
+        # they start when the first batch is asked for, where an error is told to all
+        found = parts()
+        yield from repeat(partial(next, found))
+
+    def _read(self, request: Request) -> Parts | None:
+        parts = self._reader[request]
+        return [each.pin_memory() for each in parts] if parts and self._pins else parts
+
+
+class _Reader(Dataset[Any]):
+    """Reads this worker's part of a batch; None if it has none of the samples."""
+
+    def __init__(self, dataset: PartDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, request: Request) -> Parts | None:
+        if not request.indices:
+            return None
+        samples = [self._dataset.read(*each) for each in zip(*request, strict=True)]
+        return self._dataset.collected(samples)

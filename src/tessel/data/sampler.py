@@ -1,0 +1,169 @@
+"""Samplers: which samples make up a batch, the same on all workers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from tessel.core import boxes
+from tessel.core.agreement import tell
+from tessel.core.partition import Partition, world
+from tessel.data.together import raise_together
+from tessel.tensor.shared_random import common_number
+
+
+class PartSampler(Sampler[list[int]]):
+    """The samples of which this worker reads its box, batch by batch: a batch sampler.
+
+    All workers go through the same batches in the same order, whatever their random generators
+    say. Of each batch, workers along `batch_axis` of the grid take their balanced share, and all
+    others the same. All workers of the job make a sampler, and iterate over it, together.
+
+    Each iteration is an epoch, and shuffles anew. `state_dict` says how far the epoch is, in
+    samples: it is the same on all workers, and on another number of them the epoch goes on there.
+
+    Args:
+        length: the number of samples.
+        partition: the grid.
+        batch_size: the number of samples in a batch, over all workers.
+        shuffle: a new random order in each epoch.
+        sampler: gives the order of an epoch, as those of torch do; that of the first worker counts.
+        seed: of random orders, the same on all workers; None for a number that the first draws.
+        drop_last: leave out a last batch of fewer samples.
+        batch_axis: the axis that splits batches; None if all workers have a part of each sample.
+
+    >>> import tessel
+    >>> sampler = tessel.data.PartSampler(5, tessel.world(), batch_size=2)
+    >>> list(sampler), len(sampler)
+    ([[0, 1], [2, 3], [4]], 3)
+    """
+
+    def __init__(
+        self,
+        length: int,
+        partition: Partition,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        sampler: Iterable[int] | None = None,
+        seed: int | None = None,
+        drop_last: bool = False,
+        batch_axis: int | None = 0,
+    ) -> None:
+        error = None
+        are_numbers = isinstance(batch_size, int) and isinstance(length, int)
+        if not are_numbers or batch_size < 1 or length < 0:
+            error = ValueError(
+                f"an integer batch_size from 1 on and a length from 0 on are needed, got "
+                f"{batch_size} and {length}"
+            )
+        if shuffle and sampler is not None:
+            error = ValueError("a sampler says the order: shuffle=True cannot be said beside it")
+        given = (length, partition, batch_size, shuffle, sampler is None, seed, drop_last)
+        raise_together("PartSampler", repr((*given, batch_axis)), error)
+        self.length, self.partition, self.batch_size = length, partition, batch_size
+        self.shuffle, self.sampler, self.drop_last = shuffle, sampler, drop_last
+        self.batch_axis = batch_axis
+        self.seed = common_number(world()) if seed is None else seed
+        self.epoch = 0
+        self._taken = 0  # samples of this epoch
+        self._resumes = False
+        self._order: list[int] | None = None  # of this epoch, as the sampler gave it
+
+    def __len__(self) -> int:
+        """The number of batches in a whole epoch."""
+        length = self.length
+        if self.sampler is not None:
+            length = len(self.sampler)  # type: ignore[arg-type]
+        return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch, from its beginning."""
+        self.epoch, self._taken, self._resumes = epoch, 0, False
+        self._order = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch is: after the batch that was given last."""
+        state = {"seed": self.seed, "epoch": self.epoch, "taken": self._taken}
+        form = {"length": self.length, "shuffle": self.shuffle}
+        return {**state, **form, "order": None if self._order is None else list(self._order)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state_dict` was called; all workers do so."""
+        for name in ("length", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"PartSampler: the state is one of {name} {state[name]}, this sampler has "
+                    f"{getattr(self, name)}"
+                )
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._taken, self._order, self._resumes = state["taken"], state["order"], True
+
+    def batches(self) -> Iterator[list[int]]:
+        """The rest of this epoch, or the next one: whole batches, as all workers have them."""
+        if not self._resumes and self._taken:  # the last iteration was left before its end
+            self.set_epoch(self.epoch + 1)
+        self._resumes = False
+        place = f"seed {self.seed}, epoch {self.epoch} from sample {self._taken} on"
+        raise_together("the beginning of an epoch of tessel.data", place)
+        order, taken = self._epoch_order(), self._taken
+        last = len(order) - self.batch_size if self.drop_last else len(order) - 1
+        return (
+            order[start : start + self.batch_size].tolist()
+            for start in range(taken, last + 1, self.batch_size)
+        )
+
+    def _epoch_order(self) -> torch.Tensor:
+        if self.sampler is None:
+            if not self.shuffle:
+                return torch.arange(self.length)
+            generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
+            return torch.randperm(self.length, generator=generator)
+        if self._order is None:
+            everyone = world()
+            own: list[int] = []
+            error: Exception | None = None
+            try:
+                if everyone.rank == 0:
+                    own = [int(index) for index in self.sampler]
+                outside = [index for index in own if not 0 <= index < self.length]
+                if outside:
+                    error = IndexError(f"there are {self.length} samples, got {outside[0]}")
+            except Exception as raised:  # told to all workers, who would wait for the order
+                error = raised
+            raise_together("the sampler of tessel.data", "", error)
+            self._order = tell(everyone, own)[0]
+        return torch.tensor(self._order, dtype=torch.int64)
+
+    def local(self, batch: list[int]) -> list[int]:
+        """The samples of a batch of which this worker has a part."""
+        index = self.partition.index
+        if index is None:
+            return []
+        if self.batch_axis is None:
+            return batch
+        parts, place = self.partition.shape[self.batch_axis], index[self.batch_axis]
+        return batch[slice(*boxes.balanced_part(len(batch), parts, place))]
+
+    def advance(self, batch: list[int]) -> None:
+        """Note that a batch was given."""
+        self._taken += len(batch)
+
+    def finish(self) -> None:
+        """Note that the epoch is over."""
+        self.set_epoch(self.epoch + 1)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches():
+            self.advance(batch)
+            yield self.local(batch)
+        self.finish()
+
+
+def mixed(*numbers: int) -> int:
+    """A seed from several numbers, far from that of other ones."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,257 @@
+"""Layers and converted models inside of `torch.compile(fullgraph=True)`."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tessel
+from tessel.nn import (
+    DistributedAvgPool2d,
+    DistributedBatchNorm,
+    DistributedConv2d,
+    DistributedConvTranspose2d,
+    DistributedGroupNorm,
+    DistributedMaxPool2d,
+    DistributedUpsample,
+    distribute_module,
+)
+
+Run = Callable[..., list[Any]]
+
+SECONDS = 100  # a first compilation imports much
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
+)
+LAYERS: dict[str, Callable[[Any], nn.Module]] = {
+    "convolution": lambda P: DistributedConv2d(P, 2, 4, 3, padding=1),
+    "strided": lambda P: DistributedConv2d(P, 2, 4, 3, stride=2, dilation=2, groups=2),
+    "transposed": lambda P: DistributedConvTranspose2d(P, 2, 3, 4, stride=2, padding=1),
+    "maximum": lambda P: DistributedMaxPool2d(P, 3, stride=2, padding=1),
+    "mean": lambda P: DistributedAvgPool2d(P, 3, stride=1),
+    "batch norm": lambda P: DistributedBatchNorm(P, 2),
+    "group norm": lambda P: DistributedGroupNorm(P, 1, 2),
+    "upsample": lambda P: DistributedUpsample(P, scale_factor=2, mode="bilinear"),
+}
+
+
+class Residual(nn.Module):
+    """Convolutions with norms, a step down and one up, and a part that goes around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4))
+        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
+        self.norm = nn.GroupNorm(2, 2)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.drop(self.up(self.down(x).relu())))
+
+
+class Tokens(nn.Module):
+    """Patches as tokens, attention, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(2, 8, 2, stride=2)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+def grid(size: int = 0) -> tessel.Partition:
+    world = tessel.world()
+    return world.create_cartesian_topology_partition([1, 1, size or world.size, 1])
+
+
+def part(P: tessel.Partition, rows: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    shape = (2, 2, rows, 6)
+    whole = torch.arange(2 * 2 * rows * 6.0).reshape(shape).mul(0.7).sin().to(dtype)
+    return tessel.Layout.balanced(P, shape).local_part(whole).clone()
+
+
+def compare(fast: Any, model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """Output, gradients and buffers of compiled code are those of the code that is not."""
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    for each in (model, plain):
+        each.zero_grad()
+    ys = [fast(xs[0]), plain(xs[1])]
+    for y in ys:
+        (y.square() * (1 + tessel.world().rank)).sum().backward()
+    pairs = [ys, [x.grad for x in xs]]
+    both = zip(model.parameters(), plain.parameters(), strict=True)
+    pairs += [[p.grad, q.grad] for p, q in both]
+    pairs += [list(each) for each in zip(model.buffers(), plain.buffers(), strict=True)]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def compile_module(make: Callable[[Any], nn.Module], backend: str, rows: list[int]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(tessel.world().rank)
+    P = grid()
+    model = make(P).double()
+    plain = copy.deepcopy(model)
+    fast = torch.compile(model, fullgraph=True, backend=backend)
+    for number in rows:  # a second call runs what the first has compiled; other shapes are others
+        compare(fast, model, plain, part(P, number))
+    model.eval(), plain.eval()
+    compare(fast, model, plain, part(P, rows[0]))
+    with torch.no_grad():
+        x = part(P, rows[0])
+        torch.testing.assert_close(fast(x), plain(x), rtol=1e-11, atol=1e-12)
+
+
+def compile_layer(name: str) -> None:
+    compile_module(LAYERS[name], "aot_eager", [7, 7, 10])
+
+
+def residual(P: tessel.Partition) -> nn.Module:
+    model = Residual()
+    model.drop.p = 0.0
+    return distribute_module(model, P)
+
+
+def tokens(P: tessel.Partition) -> nn.Module:
+    return distribute_module(Tokens(), P)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(run: Run, name: str) -> None:
+    run(compile_layer, name, nprocs=3, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("make", [residual, tokens])
+def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
+    run(compile_module, make, "aot_eager", [8, 8, 14], nprocs=nprocs, timeout=SECONDS)
+
+
+def test_empty_parts(run: Run) -> None:
+    run(compile_module, residual, "aot_eager", [2], nprocs=3, timeout=SECONDS)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_with_inductor(run: Run) -> None:
+    run(compile_module, residual, "inductor", [8, 8], nprocs=2, timeout=SECONDS)
+
+
+def compile_around() -> None:
+    """What is around a converted model is in the same graph; gradients pass through."""
+    torch._dynamo.reset()
+    P = grid()
+    inner = residual(P).double()
+    other = copy.deepcopy(inner)
+    fast = torch.compile(lambda x: inner(x * 2).sin() + x, fullgraph=True, backend="aot_eager")
+    compare(fast, inner, Around(other), part(P, 8))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * 2).sin() + x
+
+
+def test_what_is_around_a_model(run: Run) -> None:
+    run(compile_around, nprocs=2, timeout=SECONDS)
+
+
+def said(function: Callable[[], Any]) -> str:
+    """What a call raises, with what that was raised for: compilers put errors into their own."""
+    found: list[str] = []
+    try:
+        function()
+    except Exception as error:
+        each: BaseException | None = error
+        while each is not None:
+            found.append(f"{type(each).__name__}: {each}")
+            each = each.__cause__ or each.__context__
+    return " | ".join(found) or "nothing"
+
+
+def change_one() -> list[str]:
+    """A worker whose part alone has another shape; afterwards all go on."""
+    torch._dynamo.reset()
+    P = grid()
+    model = distribute_module(nn.Conv2d(2, 2, 1), P).double()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    first = said(lambda: fast(part(P, 4)))
+    rows = 2 + tessel.world().rank
+    found = said(lambda: fast(torch.ones(2, 2, rows, 6, dtype=torch.float64)))
+    return [first, found, said(lambda: fast(part(P, 4)))]
+
+
+def test_a_shape_that_changes_on_one_worker_raises_on_all(run: Run) -> None:
+    found = run(change_one, nprocs=2, timeout=SECONDS)
+    for first, changed, last in found:
+        assert first == last == "nothing", found
+        assert "compile this call anew" in changed, found
+
+
+def change_settings() -> list[str]:
+    """A setting of a module is in the graph; one that changes raises, and a mode is compiled."""
+    torch._dynamo.reset()
+    P = grid()
+    model = residual(P).double()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = part(P, 4)
+    found = [said(lambda: fast(x))]
+    model.norm.eps = 0.5
+    found.append(said(lambda: fast(x)))
+    torch.compiler.reset()
+    return [*found, said(lambda: torch.testing.assert_close(fast(x), model(x)))]
+
+
+def test_settings_that_change_raise(run: Run) -> None:
+    for first, changed, anew in run(change_settings, nprocs=2, timeout=SECONDS):
+        assert first == anew == "nothing"
+        assert "eps is 0.5, and this call was compiled with 1e-05" in changed
+
+
+def draw() -> list[str]:
+    torch._dynamo.reset()
+    P = grid()
+    model = distribute_module(Residual(), P).double()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    training = said(lambda: fast(part(P, 4)))
+    model.eval()
+    return [training, said(lambda: fast(part(P, 4)))]
+
+
+def test_random_numbers_raise(run: Run) -> None:
+    for training, evaluation in run(draw, nprocs=2, timeout=SECONDS):
+        assert "draws random numbers cannot be compiled" in training
+        assert evaluation == "nothing"
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) if tessel.world().rank else self.conv(self.conv(x))
+
+
+def branch() -> str:
+    torch._dynamo.reset()
+    model = distribute_module(Branches(), grid()).double()
+    return said(lambda: torch.compile(model, fullgraph=True, backend="aot_eager")(part(grid(), 4)))
+
+
+def test_workers_that_take_different_branches_raise(run: Run) -> None:
+    for found in run(branch, nprocs=2, timeout=SECONDS):
+        assert "all workers must make the same calls in the same order" in found
