@@ -26,6 +26,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("imaging",),
     ("interop",),
     ("testing",),
+    ("tracing",),
     ("data",),
     ("models",),
     ("state",),
@@ -44,8 +45,8 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.agreement",),
     ("core.layout",),
     ("core.partition",),
-    ("transport", "launch"),
     ("core.graph",),
+    ("transport", "launch"),
     ("core.windows",),
     (
         *("core.boxes", "core.context", "core.handles", "core.numbers"),

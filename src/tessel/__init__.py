@@ -20,6 +20,7 @@ from tessel import nn as nn
 from tessel import operators as operators
 from tessel import state as state
 from tessel import testing as testing
+from tessel import tracing as tracing
 from tessel.core.layout import Layout as Layout
 from tessel.core.layout import zero_volume_tensor as zero_volume_tensor
 from tessel.core.linop import LinearOperator as LinearOperator
@@ -75,6 +76,7 @@ from tessel.tensor import randint as randint
 from tessel.tensor import randn as randn
 from tessel.tensor import spread as spread
 from tessel.tensor import zeros as zeros
+from tessel.tracing import trace as trace
 from tessel.version import __version__ as __version__
 
 # The kernel's modules lay here once: code that imports them so, and files that were saved by

@@ -21,6 +21,7 @@ KNOWN = (
         "TESSEL_MACHINE",
         "TESSEL_TIMEOUT",
         "TESSEL_TOKEN",
+        "TESSEL_TRACE",
         "TESSEL_TRANSPORT",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import tempfile
 
 import torch
@@ -249,7 +250,8 @@ def check_data() -> None:
         processes = PartLoader(dataset, pin_memory=pins, device="cuda", num_workers=1)
         assert torch.equal(torch.cat([x.full() for x in processes]).cpu(), values)
     folder = P.group.share_objects(tempfile.mkdtemp())[0]
-    for name in ("x.zarr", "x"):
+    names = ["x.zarr", "x"] if importlib.util.find_spec("zarr") else ["x"]
+    for name in names:
         tessel.save(found[0], f"{folder}/{name}")
         again = tessel.load(f"{folder}/{name}", grid, device="cuda")
         assert again.local.is_cuda and torch.equal(again.full().cpu(), values[:2])

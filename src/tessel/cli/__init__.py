@@ -1,4 +1,4 @@
-"""The `tessel` command: `demo`, `run`, `plan`, `doctor`, `bench`.
+"""The `tessel` command: `demo`, `run`, `plan`, `doctor`, `bench`, `trace`.
 
 A command is a module of this package with `SUMMARY` (one line), `add_arguments(parser)` and
 `execute(args) -> int` (the exit code); `COMMANDS` lists them. It may import everything.
@@ -12,7 +12,7 @@ from importlib import import_module
 
 from tessel.version import __version__
 
-COMMANDS = ("demo", "run", "plan", "doctor", "bench")
+COMMANDS = ("demo", "run", "plan", "doctor", "bench", "trace")
 
 _DESCRIPTION = """\
 Tensors spread over processes: distribution as linear algebra, with exact adjoints.
@@ -25,6 +25,7 @@ start here:
   tessel plan --shape 64,64 --workers 8  the best way to split a Fourier transform
   tessel doctor                        what this machine has, how fast it is, what to fix
   tessel bench --list                  the claims about speed, and the peers
+  tessel trace run.json                who waited for whom in `tessel run --trace run.json`
 
 `tessel COMMAND --help` explains each command.
 """

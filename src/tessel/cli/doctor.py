@@ -6,7 +6,10 @@ something is broken, 0 otherwise, also when there is advice.
 
 `--measure` also measures how fast workers compute and exchange data here, some seconds for each of
 several numbers of workers, and keeps it in a file: by this model `tessel plan` and
-`best_partition` predict times.
+`best_partition` predict times. Under a launcher it measures the job that this has started, between
+hosts and inside of them, and the first worker writes the file:
+
+  srun --nodes 2 --ntasks-per-node 40 tessel doctor --measure --output cluster.json
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tessel import transport
 from tessel.cli.checks import Finding, check_rates, examine
 from tessel.cli.facts import Facts, gather_facts
-from tessel.cli.measure import Rate, measure_machine, measure_rates
+from tessel.cli.measure import Rate, measure_job, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
@@ -41,11 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also measure the machine model of `tessel plan`, and store it in a file",
     )
+    parser.add_argument(
+        "--output", metavar="FILE", help="where --measure stores the model; its usual file else"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Look, measure, print, and return 1 when something is broken."""
+    if args.output and not args.measure:
+        print("tessel doctor: --output says where --measure stores its model", file=sys.stderr)
+        return 2
+    if args.measure and transport.launched_as() is not None:
+        return _measure_job(args)
     facts = gather_facts()
     findings = examine(facts)
     rates: list[Rate] = []
@@ -57,11 +70,11 @@ def execute(args: argparse.Namespace) -> int:
         # Progress goes to stderr, so that what is printed can be kept in a file.
         console = Console(stderr=True, quiet=args.json)
         with console.status("measuring how fast workers compute and exchange data …"):
-            path = measure_machine().save()
+            path = measure_machine().save(args.output)
         console.print(f"the machine model is in {path}", highlight=False)
     model = None
     try:
-        model = known_machine()
+        model = known_machine(args.output)
     except ValueError as error:
         mend = "tessel doctor --measure rewrites it"
         findings.append(Finding(False, f"the machine model cannot be read: {error}", mend))
@@ -91,6 +104,21 @@ def execute(args: argparse.Namespace) -> int:
             kind = "[bold red]broken[/]" if finding.broken else "[yellow]advice[/]"
             console.print(f"  {kind}: {escape(finding.what)}\n    → {escape(finding.mend)}")
     return int(any(finding.broken for finding in findings))
+
+
+def _measure_job(args: argparse.Namespace) -> int:
+    """Measure the job that a launcher has started; the first worker writes and prints."""
+    model = measure_job()
+    if transport.this_worker() > 0:
+        return 0
+    path = model.save(args.output)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(model), indent=2))
+        return 0
+    console = Console(highlight=False)
+    console.print(f"{escape(model.origin)}\n  file: {escape(str(path))}")
+    console.print(model_table(model))
+    return 0
 
 
 def _measure(quiet: bool) -> tuple[list[Rate], list[Finding]]:
@@ -171,5 +199,12 @@ def model_table(model: Machine) -> Table:
             f"{rates.memory / _GIB:.1f} GiB/s",
             f"{num_flops(rates.fft)}/s",
             f"{num_flops(rates.matrix)}/s",
+        )
+    if (network := model.network) is not None:
+        table.add_row(
+            f"  hosts of {network.workers_per_host} workers",
+            "–",
+            num_seconds(network.latency),
+            f"{network.bandwidth / _GIB:.2f} GiB/s",
         )
     return table

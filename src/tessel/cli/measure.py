@@ -7,24 +7,28 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tessel import nn
-from tessel.core.layout import zero_volume_tensor
-from tessel.core.partition import world
+from tessel.core.agreement import tell
+from tessel.core.layout import Layout, zero_volume_tensor
+from tessel.core.move import Move
+from tessel.core.partition import Partition, world
 from tessel.launch import launch
 from tessel.machine import usable_cores
 from tessel.operators.algebra import kron
 from tessel.operators.dft import ParDFT
 from tessel.operators.distributed import Distributed, ParRepartition, distribute
 from tessel.operators.matrices import ParIdentity, ParMultilinear
-from tessel.operators.rates import Machine, Rates
+from tessel.operators.rates import Machine, Network, Rates
 from tessel.operators.restriction import ParRestriction
 from tessel.testing import count_traffic
+from tessel.transport.process import this_host
 
 _SMALL, _LARGE = 2**8, 2**20  # elements of float32: 1 KiB and 4 MiB
 _TIME_LIMIT = 60.0
@@ -124,6 +128,61 @@ def measure_machine(rounds: int = 2) -> Machine:
         found[0] = replace(found[0], latency=found[1].latency, bandwidth=found[1].bandwidth)
         machines.append(Machine(cores, tuple(found), origin))
     return best_of(machines)
+
+
+def measure_job(hosts: Sequence[str] | None = None) -> Machine:
+    """The same for the job that a launcher has started, with what connects its hosts.
+
+    All workers call it. Each is measured while all others do the same; messages go from worker to
+    worker inside of each host, and then from each host to the next, by all of its workers at once.
+
+    Args:
+        hosts: the host of each worker; by default where they are.
+
+    >>> measure_job(["here"]).network is None  # doctest: +SKIP
+    True
+    """
+    P = world()
+    hosts = list(tell(P, this_host()).values()) if hosts is None else list(hosts)
+    rooms: dict[str, list[int]] = {}
+    for worker, host in enumerate(hosts):
+        rooms.setdefault(host, []).append(worker)
+    per_host, alike = min(map(len, rooms.values())), [*rooms.values()]
+    said = tell(P, asdict(_worker_rates())).values()
+    rates = _combined([Rates(**each) for each in said], max)
+    inside = {w: room[(k + 1) % len(room)] for room in alike for k, w in enumerate(room)}
+    if per_host > 1:
+        latency, bandwidth = _pair_rates(inside)
+        rates = replace(rates, latency=latency, bandwidth=bandwidth)
+    network = None
+    if len(alike) > 1:
+        pairs = zip(alike, [*alike[1:], alike[0]], strict=True)
+        onward = {room[k]: other[k] for room, other in pairs for k in range(per_host)}
+        latency, bandwidth = _pair_rates(onward)
+        network = Network(per_host, latency, per_host * bandwidth)
+        if per_host == 1:  # nobody shares a host: what goes between them stands for all
+            rates = replace(rates, latency=latency, bandwidth=bandwidth)
+    where = f"{len(alike)} host{'s' * (len(alike) > 1)} of {per_host} workers"
+    origin = f"measured on {where}, {hosts[0].partition(' ')[0]} first, {date.today()}"
+    return Machine(
+        max(per_host, usable_cores()), (replace(rates, workers=per_host),), origin, network
+    )
+
+
+def _pair_rates(receivers: dict[int, int]) -> tuple[float, float]:
+    """The seconds of a message, and the bytes a second of a worker, if each sends to another."""
+    P = world()
+    ranks = [receivers.get(worker, worker) for worker in range(P.size)]
+    target = Partition(tuple(ranks), (P.size,))
+    times = []
+    for length in (1, _LARGE):
+        before = Layout.balanced(P, (P.size * length,))
+        move = Move(before, Layout.balanced(target, (P.size * length,)))
+        x = torch.zeros(length)
+        with torch.no_grad():
+            times.append(max(P.group.share_objects(_seconds(partial(move.apply, x)))))
+    small, large = times
+    return small, 4 * _LARGE / max(large - small, 0.2 * large)
 
 
 def best_of(machines: Sequence[Machine]) -> Machine:

@@ -2,7 +2,10 @@
 
 Nothing runs, and the workers need not be there: the partitions are compared by the times that a
 machine model predicts, up to hundreds of thousands of workers. `tessel doctor --measure` measures
-this machine for it. The steps of the best partition are listed with what each costs a worker.
+this machine for it, or a cluster if a launcher starts it on several hosts; `--machine` names the
+file of another, or one that comes with Tessel (jean-zay). The steps of the best partition are
+listed with what each costs a worker. For a model of torch, `--model` compares grids by what its
+layers compute and by the halos that they exchange in a training step.
 
 operators, on a tensor of the given shape:
   fft          the complex Fourier transform
@@ -22,10 +25,12 @@ from dataclasses import asdict
 import torch
 from rich.console import Console
 
+from tessel.cli.plan_model import best_grids, layers_of, load_model, table_of
 from tessel.operators.algebra import ParOperator, kron
 from tessel.operators.choose import Choice, best_partition
 from tessel.operators.dft import ParDFT
 from tessel.operators.matrices import ParIdentity, ParMultilinear
+from tessel.operators.rates import Machine, known_machine
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import complex_of, real_of
 
@@ -53,6 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--anywhere", action="store_true", help="leave the result where the last step ends"
     )
+    parser.add_argument(
+        "--machine", metavar="FILE", help="machine model, or jean-zay; that of this machine else"
+    )
+    parser.add_argument(
+        "--partition", type=_lengths, help="predict for this partition, such as 64,64,1, alone"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PACKAGE:FUNCTION",
+        help="what makes a torch module, as torchvision.models:resnet18; --shape is its input",
+    )
     parser.add_argument("--picture", metavar="FILE", help="draw the steps (PNG, PDF, SVG)")
     parser.add_argument("--json", action="store_true", help="print the choice as JSON")
 
@@ -60,12 +76,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Choose, print, and return 2 for what makes no sense."""
     try:
+        machine = known_machine(args.machine)
+        if args.model is not None:
+            return _plan_model(args, machine)
         operator = build(
             args.operator, args.shape, getattr(torch, args.dtype), args.channels, args.modes
         )
         begin = time.perf_counter()
         out = "anywhere" if args.anywhere else None
-        choice = best_partition(operator, args.workers, partition_out=out, columns=args.batch)
+        choice = best_partition(
+            operator,
+            args.workers,
+            partition_out=out,
+            columns=args.batch,
+            machine=machine,
+            partition=args.partition,
+        )
         seconds = time.perf_counter() - begin
         if args.json:
             print(json.dumps(_as_json(choice), indent=2))
@@ -85,6 +111,35 @@ def execute(args: argparse.Namespace) -> int:
     except (ValueError, ImportError) as error:
         print(f"tessel plan: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _plan_model(args: argparse.Namespace, machine: Machine) -> int:
+    """Compare grids for a model."""
+    for name in ("channels", "modes", "partition", "picture", "anywhere"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} belongs to operators, not to --model")
+    if args.workers < 1 or len(args.shape) < 3:
+        raise ValueError(
+            f"--model needs 1 worker or more, and --shape with batch, channels and space; got "
+            f"{args.workers} and {args.shape}"
+        )
+    shape = (args.shape[0] * args.batch, *args.shape[1:])
+    calls, held = layers_of(load_model(args.model), shape, getattr(torch, args.dtype))
+    found = best_grids(calls, held, shape, args.workers, machine)
+    if args.json:
+        said = {"workers": args.workers, "machine": machine.origin}
+        print(json.dumps({**said, "candidates": [asdict(each) for each in found]}, indent=2))
+        return 0
+    console = Console(highlight=False)
+    wide = console if console.is_terminal else Console(highlight=False, width=160)
+    wide.print(
+        f"[bold]{args.workers} workers[/], a training step of {args.model} on an input of "
+        f"{'×'.join(map(str, shape))}: {len(found)} grids, {len(calls)} calls of layers"
+    )
+    for each in table_of(found):
+        wide.print(each)
+    wide.print(f"machine: {machine.origin}")
     return 0
 
 

@@ -48,6 +48,8 @@ from tessel.cli.stragglers import Stragglers
 from tessel.launch.gate import Endpoint, GateError, read_token
 from tessel.machine import ALLOCATORS, interface_of, loopback, usable_cores
 from tessel.settings import chosen, time_limit
+from tessel.tracing.block import VARIABLE as TRACE
+from tessel.tracing.block import why_not
 from tessel.transport.copy_program import ENGINES
 from tessel.transport.job import TRANSPORTS
 
@@ -85,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="T",
         help="threads per worker (default: OMP_NUM_THREADS if set, else cores // N)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=_trace_file,
+        metavar="FILE",
+        help="record what all workers do, for `tessel trace FILE` and ui.perfetto.dev",
     )
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument(
@@ -126,6 +134,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // n)))
+    if args.trace is not None:
+        os.environ[TRACE] = args.trace
     if "LOGLEVEL" not in os.environ:  # what elastic logs of a failure would hide its traceback
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
@@ -349,6 +359,13 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return int(text)
+
+
+def _trace_file(text: str) -> str:
+    path = os.path.abspath(text)
+    if wrong := why_not(Path(path)):
+        raise argparse.ArgumentTypeError(wrong)
+    return path
 
 
 def _endpoint(text: str) -> Endpoint:

@@ -24,6 +24,7 @@ from tessel.errors import WorkerLost
 from tessel.launch.fork import die_with
 from tessel.launch.outputs import keep_lines_whole
 from tessel.machine import keep_freed_memory
+from tessel.tracing import block
 
 # An exception that says that another worker went away, in the words of Gloo, NCCL and the store.
 _LOST = re.compile(
@@ -83,6 +84,7 @@ def main(argv: list[str]) -> int:
     keep_freed_memory()
     reporter = Reporter()
     reporter.initialize()
+    block.begin_program()  # of a trace, if one is asked for
     try:
         if argv[0] == "-m":
             sys.argv = argv[1:]
@@ -98,12 +100,15 @@ def main(argv: list[str]) -> int:
     except SystemExit as end:
         if _exit_code(end):
             reporter.record_exception(end)
+            block.end_program(end)
             endings.end_program(end)
             return _end_soon(_exit_code(end))
     except BaseException as error:
         reporter.record_exception(error)
+        block.end_program(error)
         endings.end_program(error)
         return _end_soon(_exit_code(error), is_consequence(error))
+    block.end_program()
     transport.leave()  # a thread of a group that runs when Python ends aborts the process
     return 0
 

@@ -128,6 +128,7 @@ def best_partition(
     partition_out: Sequence[int] | str | None = None,
     columns: int = 1,
     machine: Machine | None = None,
+    partition: Sequence[int] | None = None,
 ) -> Choice:
     """The partition of least predicted time for an operator on a number of workers.
 
@@ -142,6 +143,7 @@ def best_partition(
             step ends.
         columns: the length of the batch on each worker.
         machine: the model that predicts times; by default the one that is kept for this machine.
+        partition: the only one that is looked at; by default all are compared.
 
     >>> import tessel, torch
     >>> F = tessel.kron(*(tessel.ParDFT(torch.complex64, 64) for _ in range(3)))
@@ -180,7 +182,15 @@ def best_partition(
         return largest, sum(n > 1 for n in grid)  # of equals, the one that splits fewer dimensions
 
     # Those on which all workers have something, if there are any.
-    grids = _factorings(workers, shape) or _factorings(workers, (workers,) * len(shape))
+    grids = factorings(workers, shape) or factorings(workers, (workers,) * len(shape))
+    if partition is not None:
+        given = tuple(as_int(size) for size in partition)
+        if len(given) != len(shape) or min(given) < 1 or prod(given) != workers:
+            raise ValueError(
+                f"partition must be numbers of workers along {len(shape)} dimensions, {workers} in "
+                f"all; got {given}"
+            )
+        grids = [given]
     candidates = []
     for grid in sorted(grids, key=rank)[: max(16, MOST_TASKS // num_tasks)]:
         plan = plan_on(operator, grid, out)
@@ -203,7 +213,7 @@ def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) 
     return make_plan(operator, *on_common_grids(source, end))
 
 
-def _factorings(number: int, most: Shape) -> list[Shape]:
+def factorings(number: int, most: Shape) -> list[Shape]:
     """All ways to write a number as a product of factors that are not larger than these."""
     if number > prod(most):
         return []
@@ -215,5 +225,5 @@ def _factorings(number: int, most: Shape) -> list[Shape]:
         (factor, *rest)
         for factor in divisors
         if factor <= most[0]
-        for rest in _factorings(number // factor, most[1:])
+        for rest in factorings(number // factor, most[1:])
     ]

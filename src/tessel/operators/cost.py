@@ -8,7 +8,7 @@ keep for later; libraries may take some of their own on top. Times follow from a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -17,11 +17,11 @@ from tessel.core import boxes
 from tessel.core.layout import Layout
 from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
-from tessel.operators.layouts import box_of, num_messages, numel_sent
+from tessel.operators.layouts import box_of, num_messages, numel_sent, share_inside
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrices import ParMatrix, ParMultilinear
 from tessel.operators.planning import Local, OperatorPlan, Transfer
-from tessel.operators.rates import Rates
+from tessel.operators.rates import Machine, Rates
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import leaves_of, needed, parameters_sent
 from tessel.operators.tasks import OperatorTask, Scaling, Summands, count_flops, dtype_after
@@ -106,11 +106,14 @@ class Counter:
         rates: how fast a worker is.
         storage: how each parameter lies.
         columns: the length of a batch, on each worker.
+        machine: whose network counts; None for rates alone.
     """
 
     rates: Rates
     storage: Mapping[Leaf, Layout]
     columns: int = 1
+    machine: Machine | None = None
+    _shares: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
         """What each step costs a worker."""
@@ -132,15 +135,42 @@ class Counter:
                 arriving = num_messages(line.after, line.before, worker)
                 source = self._bytes(line.before, line.dtype_before, worker)
                 target = self._bytes(line.after, line.dtype_after, worker)
-                seconds = (
-                    self.rates.latency * max(messages, arriving)
-                    + max(sent, received) / self.rates.bandwidth
-                    + 2 * (sent + target) / self.rates.memory  # packed, and put together
+                inside = self._share_inside(line.before, line.after)
+                seconds = self._sending(
+                    max(messages, arriving), max(sent, received), inside, line.before.partition.size
                 )
+                seconds += 2 * (sent + target) / self.rates.memory  # packed, and put together
                 cost = Cost(0.0, messages, sent, source + target + sent + received, seconds)
             kept = sum(self._bytes(here, dtype, worker) for here, dtype in line.held)
             found.append(replace(cost, memory=cost.memory + kept + parameters))
         return found
+
+    def _sending(self, messages: int, num_bytes: int, inside: float, workers: int) -> float:
+        """The seconds in which messages travel, a share of them inside of a host.
+
+        Between hosts all workers of a host share its connection, and all hosts the network.
+        """
+        latency, rates = self.rates.latency, self.rates
+        seconds = inside * (latency * messages + num_bytes / rates.bandwidth)
+        network = None if self.machine is None else self.machine.network
+        if inside == 1 or network is None:
+            return seconds
+        outside, sharing = 1 - inside, min(workers, network.workers_per_host)
+        seconds += outside * messages * network.latency
+        seconds += outside * num_bytes * sharing / network.bandwidth
+        if network.bisection:
+            seconds += outside * num_bytes * workers / network.bisection
+        return seconds
+
+    def _share_inside(self, before: Layout, after: Layout) -> float:
+        """Which share of what workers send goes to others of their host."""
+        network = None if self.machine is None else self.machine.network
+        if network is None or before.partition.size <= network.workers_per_host:
+            return 1.0
+        key = id(before), id(after)  # of lines that live as long as this counts
+        if key not in self._shares:
+            self._shares[key] = share_inside(before, after, network.workers_per_host)
+        return self._shares[key]
 
     def parameter_bytes(self, worker: int) -> int:
         """What a worker stores of the parameters."""
@@ -166,7 +196,11 @@ class Counter:
                 messages, sent = messages + times, sent + values * width
                 weights += boxes.volume(box_of(here, at)) * width
         flops = count_flops(line.group, shape) if source else 0.0
-        seconds = self.rates.step + sent / self.rates.bandwidth + messages * self.rates.latency
+        workers = line.before.partition.size
+        network = None if self.machine is None else self.machine.network
+        near = workers if network is None else network.workers_per_host
+        # parameters come from anywhere: as many from this host as there are workers of it
+        seconds = self.rates.step + self._sending(messages, sent, min(1.0, near / workers), workers)
         if source or target:
             seconds += self._work(line, flops, source, target, weights)
         # A sum inside of a step holds the results of all terms, and their total.

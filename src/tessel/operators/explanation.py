@@ -197,7 +197,7 @@ def explain_plan(
     P = plan.source.partition
     workers = examined(P) if workers is None else workers
     lines = tuple(lines_of(plan, dtype))
-    counter = Counter(machine.rates_for(P.size), storage, columns)
+    counter = Counter(machine.rates_for(P.size), storage, columns, machine)
     costs = tuple(zip(*(counter.costs(lines, at) for at in workers), strict=True))
     return Explanation(lines, tuple(workers), costs, P.size, machine)
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 from itertools import combinations, pairwise
 from math import gcd, prod
 
+import numpy as np
+
 from tessel.core import boxes
 from tessel.core.boxes import Balanced, Box, Interval
 from tessel.core.layout import Cut, Layout, Shape
@@ -321,6 +323,29 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
             first = bisect_right(filled, start, key=lambda each: each[1])
             takers *= bisect_left(filled, stop, key=lambda each: each[0]) - first
     return takers - (common_numel(own, box_of(after, worker)) > 0)
+
+
+def share_inside(before: Layout, after: Layout, workers_per_host: int) -> float:
+    """Which share of what the workers of a host send then stays inside of it.
+
+    Of the host with the least, among the first, one in the middle and the last: the others wait
+    for it.
+    """
+    last = (after.partition.size - 1) // workers_per_host
+    return min(_share_of(before, after, k, workers_per_host) for k in {0, last // 2, last})
+
+
+def _share_of(before: Layout, after: Layout, host: int, workers_per_host: int) -> float:
+    first = host * workers_per_host
+    here = range(first, min(first + workers_per_host, after.partition.size))
+    # (worker, dim, start and stop): how much of what one has another gets
+    has, gets = (np.array([box_of(at, each) for each in here]) for at in (before, after))
+    starts = np.maximum(has[:, None, :, 0], gets[None, :, :, 0])
+    stops = np.minimum(has[:, None, :, 1], gets[None, :, :, 1])
+    common = np.prod(np.maximum(stops - starts, 0), -1)
+    kept = np.trace(common)
+    sent = np.prod(has[..., 1] - has[..., 0], -1).sum() - kept
+    return min(1.0, float(common.sum() - kept) / float(sent)) if sent else 1.0
 
 
 @lru_cache(maxsize=1024)

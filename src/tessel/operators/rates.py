@@ -1,19 +1,23 @@
 """Machine models: how fast a worker computes and sends, measured once and kept in a file.
 
 `tessel doctor --measure` measures this machine. The file is `machine.json` in the user's cache
-directory (`$XDG_CACHE_HOME/tessel`), or what the environment variable `TESSEL_MACHINE` names.
+directory (`$XDG_CACHE_HOME/tessel`), or what the environment variable `TESSEL_MACHINE` names. Files
+of `tessel/machines` are found by their names.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tessel.settings import text
 
 VARIABLE = "TESSEL_MACHINE"
+MACHINES = Path(__file__).parents[1] / "machines"  # models that come with Tessel
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,24 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Network:
+    """What connects hosts.
+
+    Attributes:
+        workers_per_host: how many workers share the connection of their host.
+        latency: seconds of a message between hosts.
+        bandwidth: bytes a second that a host sends, all of its workers together.
+        bisection: bytes a second that all hosts together exchange at most, however many there are;
+            0 if their connections are the only limit.
+    """
+
+    workers_per_host: int
+    latency: float
+    bandwidth: float
+    bisection: float = 0.0
+
+
+@dataclass(frozen=True)
 class Machine:
     """What is known of the machines on which workers run.
 
@@ -53,6 +75,7 @@ class Machine:
         cores: of one machine.
         rates: measured with several numbers of workers, ascending.
         origin: where the numbers come from.
+        network: between such machines; None if it is not known, and as fast as one machine inside.
 
     >>> built_in().rates_for(2).workers
     2
@@ -61,6 +84,7 @@ class Machine:
     cores: int
     rates: tuple[Rates, ...]
     origin: str
+    network: Network | None = None
 
     def rates_for(self, workers: int) -> Rates:
         """The rates when so many workers take part.
@@ -77,8 +101,12 @@ class Machine:
         """Write the model to a file, by default the one that is read."""
         target = model_path() if path is None else Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        target.write_text(json.dumps(known, indent=2) + "\n")
         return target
+
+
+N = TypeVar("N", Rates, Network)
 
 
 def model_path() -> Path:
@@ -92,29 +120,85 @@ def model_path() -> Path:
 def known_machine(path: str | os.PathLike[str] | None = None) -> Machine:
     """The model in the file, or the built-in one if there is no file.
 
-    >>> known_machine("/no/such/file").origin
-    'built in: a small machine; tessel doctor --measure measures this one'
+    Args:
+        path: of the file, or the name of a machine that comes with Tessel, as "jean-zay"; by
+            default the file of this machine. A file that is asked for and is not there raises.
+
+    >>> known_machine("jean-zay").cores
+    40
     """
     source = model_path() if path is None else Path(path)
+    if path is not None and not source.exists() and source.parent == Path():
+        shipped = MACHINES / f"{source.name.removesuffix('.json')}.json"
+        source = shipped if shipped.exists() else source
     try:
         written = source.read_bytes()
     except FileNotFoundError:
-        return built_in()
+        if path is None:
+            return built_in()
+        names = ", ".join(sorted(each.stem for each in MACHINES.glob("*.json")))
+        raise ValueError(
+            f"there is no machine model {source}; name a file that tessel doctor --measure has "
+            f"written, or one of {names}"
+        ) from None
     except OSError as error:
         raise ValueError(f"the machine model {source} cannot be read: {error.strerror}") from error
     try:
-        found = json.loads(written)
-        rates = tuple(Rates(**each) for each in found["rates"])
-        numbers = [number for each in rates for number in asdict(each).values()]
-        if not rates or not all(isinstance(n, int | float) and n > 0 for n in numbers):
-            raise ValueError("all rates must be positive numbers")
-        ascending = tuple(sorted(rates, key=lambda each: each.workers))
-        return Machine(int(found["cores"]), ascending, str(found["origin"]))
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        return _machine(json.loads(written))
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{source} is not a machine model ({error}); measure again with tessel doctor "
             f"--measure, or remove the file"
         ) from error
+
+
+def _machine(found: Any) -> Machine:
+    """A model from what a file says; ValueError names the key that is wrong."""
+    if not isinstance(found, dict):
+        raise ValueError(f"it must be an object with keys, got {type(found).__name__}")
+    known = {field.name for field in fields(Machine)} | {"notes"}  # which are for readers
+    _check_keys("", found, known, {"cores", "rates", "origin"})
+    if not isinstance(found["rates"], list) or not found["rates"]:
+        raise ValueError("rates must be a list of at least one object")
+    rates = tuple(_numbers(Rates, f"rates[{k}]", each) for k, each in enumerate(found["rates"]))
+    network = found.get("network")
+    return Machine(
+        _count("cores", found["cores"]),
+        tuple(sorted(rates, key=lambda each: each.workers)),
+        str(found["origin"]),
+        None if network is None else _numbers(Network, "network", network),
+    )
+
+
+def _numbers(kind: type[N], where: str, found: Any) -> N:
+    """An object of positive numbers."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} must be an object with keys, got {found!r}")
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    names = {field.name for field in fields(kind)}
+    _check_keys(f"{where}.", found, names, names - optional)
+    for name, value in found.items():
+        if name.startswith("workers"):
+            _count(f"{where}.{name}", value)
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        least = 0 if name in optional else 1e-300
+        if not is_number or not least <= value < math.inf:
+            raise ValueError(f"{where}.{name} must be a positive number, got {value!r}")
+    return kind(**found)
+
+
+def _check_keys(where: str, found: dict[str, Any], known: set[str], needed: set[str]) -> None:
+    for name in sorted(needed - found.keys()):
+        raise ValueError(f"{where}{name} is missing")
+    for name in sorted(found.keys() - known):
+        raise ValueError(f"{where}{name} is not known; there are {', '.join(sorted(known))}")
+
+
+def _count(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where} must be a whole number of 1 or more, got {value!r}")
+    return value
 
 
 def built_in() -> Machine:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,36 +64,8 @@ class BatchNorm:
         x, weight, bias = xs
         assert x is not None
         with torch.autocast(x.device.type, enabled=False):  # statistics are not to be rounded
-            return self._normalized(x, weight, bias)
-
-    def _normalized(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        moments = self._gathered(*(self._cuda_moments(x) if x.is_cuda else local_moments(x)))
-        if not x.is_cuda:
-            total = sum(self.counts)
-            shares = constant(tuple(n / total for n in self.counts), moments.dtype, x.device)
-            means, variances = moments.unbind(1)
-            mean, variance = combined(means, variances, shares.unsqueeze(-1))
-            if self.running[0] is not None:
-                update_running(self.running, mean, variance, total, self.momentum)
-            if not x.numel():
-                return torch.empty_like(x), mean, variance
-            return (
-                F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps),
-                mean,
-                variance,
-            )
-        there = [place for place, count in enumerate(self.counts) if count]
-        if len(there) < len(self.counts):  # of no values torch's kernel makes no number
-            moments = torch.stack([moments[place] for place in there])
-        counts = constant(tuple(self.counts[place] for place in there), moments.dtype, x.device)
-        mean, scale = torch.batch_norm_gather_stats_with_counts(
-            x, moments[:, 0], moments[:, 1], *self.running, self.momentum, self.eps, counts
-        )
-        if not x.numel():
-            return torch.empty_like(x), mean, scale
-        return torch.batch_norm_elemt(x, weight, bias, mean, scale, self.eps), mean, scale
+            given = self._cuda_normalized if x.is_cuda else self._normalized
+            return given(x, weight, bias)
 
     def vjp(
         self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
@@ -114,6 +87,20 @@ class BatchNorm:
 
     # -- on a processor, whose kernels take means and variances
 
+    def _normalized(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        moments, total = self._gathered(*local_moments(x)), sum(self.counts)
+        shares = constant(tuple(n / total for n in self.counts), moments.dtype, x.device)
+        means, variances = moments.unbind(1)
+        mean, variance = combined(means, variances, shares.unsqueeze(-1))
+        if self.running[0] is not None:
+            update_running(self.running, mean, variance, total, self.momentum)
+        if not x.numel():
+            return torch.empty_like(x), mean, variance
+        y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
+        return y, mean, variance
+
     def _gradient(
         self,
         grad: Tensor,
@@ -133,6 +120,31 @@ class BatchNorm:
 
     # -- on a GPU, whose kernels for several workers take the reciprocal of s
 
+    @cached_property
+    def is_of_all(self) -> bool:
+        """Whether each worker of the group is a place: NCCL has a collective for this."""
+        places = self.gather.domain.partition.ranks
+        return len(self.counts) == len(places) and places == self.group.workers
+
+    def _cuda_normalized(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        mean, scale = self._cuda_moments(x)
+        if self.is_of_all and self.group.adds_on_devices(mean):
+            means, scales = self.group.all_gather(mean, scale)
+        else:
+            means, scales = self._gathered(mean, scale).unbind(1)
+        there = [place for place, count in enumerate(self.counts) if count]
+        if len(there) < len(self.counts):  # of no values torch's kernel makes no number
+            means, scales = (torch.stack([of[k] for k in there]) for of in (means, scales))
+        counts = constant(tuple(self.counts[place] for place in there), means.dtype, x.device)
+        mean, scale = torch.batch_norm_gather_stats_with_counts(
+            x, means, scales, *self.running, self.momentum, self.eps, counts
+        )
+        if not x.numel():
+            return torch.empty_like(x), mean, scale
+        return torch.batch_norm_elemt(x, weight, bias, mean, scale, self.eps), mean, scale
+
     def _cuda_moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.numel():
             return torch.batch_norm_stats(x, self.eps)
@@ -151,23 +163,34 @@ class BatchNorm:
     ) -> Sequence[Tensor | None]:
         if x.numel():
             grad = grad.contiguous(memory_format=_memory_format(x))
-            sums = torch.batch_norm_backward_reduce(
-                grad, x, mean, scale, weight, True, False, False
-            )[:2]
-        else:
-            sums = torch.zeros_like(mean), torch.zeros_like(mean)
-        both = self.total.apply(torch.stack(sums))
+        shift, centred, slope = self._cuda_sums(grad, x, weight, mean, scale)
         kind = torch.float32 if weight is None else weight.dtype
-        parameters = (both[1] * scale).to(kind), both[0].to(kind)
+        parameters = slope.to(kind), shift.to(kind)
         if not needs[0]:
             return None, *parameters
         if not x.numel():
             return torch.zeros_like(x), *parameters
         counts = constant(self.counts, torch.int32, x.device)
-        of_x = torch.batch_norm_backward_elemt(
-            grad, x, mean, scale, weight, both[0], both[1], counts
-        )
+        of_x = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, shift, centred, counts)
         return of_x, *parameters
+
+    def _cuda_sums(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Σ g, Σ g (x − m) and Σ g x̂ of all workers."""
+        # the kernel gives the gradient of a weight with the sums; without one nobody asks for it
+        if x.numel():
+            shift, centred, slope, _ = torch.batch_norm_backward_reduce(
+                grad, x, mean, scale, weight, True, weight is not None, False
+            )
+        else:
+            shift, centred, slope = (torch.zeros_like(mean) for _ in range(3))
+        if self.is_of_all and self.group.adds_on_devices(shift):
+            wanted = (shift, centred) if weight is None else (shift, centred, slope)
+            self.group.all_reduce(*wanted)()
+            return shift, centred, centred if weight is None else slope
+        shift, centred = self.total.apply(torch.stack([shift, centred]))
+        return shift, centred, centred * scale
 
 
 def derived(

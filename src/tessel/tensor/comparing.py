@@ -83,8 +83,16 @@ def comparing() -> Iterator[None]:
 def switch(on: bool) -> None:
     """Compare from here on, or no longer."""
     Tensor.above = staticmethod(compared if on else call.above)
-    for kind, name, own in _MOVEMENTS:
-        setattr(kind, name, _preceded(own) if on else own)
+    if on == bool(_replaced):
+        return  # what a trace has put in the place of movements since then stays
+    if on:
+        _replaced.extend((kind, name, kind.__dict__[name]) for kind, name in _MOVEMENTS)
+        for kind, name, own in _replaced:
+            setattr(kind, name, _preceded(own))
+        return
+    for kind, name, own in _replaced:
+        setattr(kind, name, own)
+    _replaced.clear()
 
 
 def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -143,16 +151,11 @@ def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-_MOVEMENTS = tuple(
-    (kind, name, kind.__dict__[name])
-    for kind, name in (
-        (Move, "_apply"),
-        (Move, "start"),
-        (Move, "start_apart"),
-        (Move, "complete"),
-        (Halo, "_swap"),
-    )
+_MOVEMENTS: tuple[tuple[Any, str], ...] = (
+    *((Move, name) for name in ("_apply", "start", "start_apart", "complete")),
+    (Halo, "_swap"),
 )
+_replaced: list[tuple[Any, str, Any]] = []  # of which class what, while workers compare
 
 
 @kept_in_job

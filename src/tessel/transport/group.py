@@ -212,24 +212,44 @@ class Group:
         """Whether a tensor lies on a GPU and NCCL can sum it."""
         return x.is_cuda and self._uses_nccl and wire.can_add(x.dtype)
 
-    def all_reduce(self, total: Tensor) -> Callable[[], None]:
-        """Start the sum of a contiguous tensor of a GPU over all workers, in its place.
+    def all_reduce(self, *totals: Tensor) -> Callable[[], None]:
+        """Start the sums of contiguous tensors of a GPU over all workers, in their places.
 
         All workers get the same bits: NCCL adds each value in one place. The result waits for it.
         """
+        # as a ring sends and receives it
+        length = 2 * sum(each.nbytes for each in totals) * (self.size - 1) // self.size
+        return self._on_devices(length, lambda: wire.all_reduce(totals, self.handle))
+
+    def _on_devices(
+        self, length: int, start: Callable[[], Callable[[], None]]
+    ) -> Callable[[], None]:
+        """Start a collective of NCCL that sends so many bytes; what lets the GPU wait for it."""
         traffic, key = self._membership.traffic, self._key()
         traffic.messages += 1
-        size = 2 * total.nbytes * (self.size - 1) // self.size  # as a ring sends and receives it
-        traffic.bytes_sent += size
-        traffic.bytes_received += size
+        traffic.bytes_sent += length
+        traffic.bytes_received += length
         self._number_exchange()
-        wait = self.attempt_by_wire(lambda: wire.all_reduce(total, self.handle), key)
+        wait = self.attempt_by_wire(start, key)
 
         def arrive() -> None:
             wait()
             self._watch_device(key)
 
         return arrive
+
+    def all_gather(self, *parts: Tensor) -> list[Tensor]:
+        """Contiguous tensors of GPUs, alike on all workers: for each, a row of every worker's."""
+        length = sum(each.nbytes for each in parts) * (self.size - 1)
+        found: list[Tensor] = []
+
+        def start() -> Callable[[], None]:
+            rows, wait = wire.all_gather(parts, self.handle)
+            found.extend(rows)
+            return wait
+
+        self._on_devices(length, start)()
+        return found
 
     def exchange_at_once(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
 
 from tessel.encoding import decode, encode
@@ -114,11 +115,28 @@ def _only_place(receives: Sequence[ReceiveBuffer]) -> Tensor | None:
     return place if place.is_contiguous() and not place.is_conj() and not place.is_neg() else None
 
 
-def all_reduce(total: Tensor, handle: Any) -> Callable[[], None]:
-    """Start the sum of a contiguous tensor of a GPU over a group, in its place; what waits."""
-    numbers = torch.view_as_real(total) if total.is_complex() else total
-    work: Any = dist.all_reduce(numbers, group=handle, async_op=True)
+def all_reduce(totals: Sequence[Tensor], handle: Any) -> Callable[[], None]:
+    """Start the sums of contiguous tensors of a GPU over a group, in their places; what waits."""
+    numbers = [torch.view_as_real(each) if each.is_complex() else each for each in totals]
+    with _one_launch(handle, numbers[0].device) as work:
+        for each in numbers:
+            dist.all_reduce(each, group=handle)
     return lambda: work.wait()  # (its result says nothing)
+
+
+def all_gather(parts: Sequence[Tensor], handle: Any) -> tuple[list[Tensor], Callable[[], None]]:
+    """Start to bring together contiguous tensors of GPUs, each in a row of its own; what waits."""
+    size = dist.get_world_size(handle)
+    found = [each.new_empty((size, *each.shape)) for each in parts]
+    with _one_launch(handle, parts[0].device) as work:
+        for rows, part in zip(found, parts, strict=True):
+            dist.all_gather_into_tensor(rows, part, group=handle)
+    return found, lambda: work.wait()
+
+
+def _one_launch(handle: Any, device: torch.device) -> Any:
+    """Let NCCL make the collectives of a block together, while the host goes on."""
+    return distributed_c10d._coalescing_manager(group=handle, device=device, async_ops=True)
 
 
 def share_over(handle: Any, item: Any) -> list[Any]:

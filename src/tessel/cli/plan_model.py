@@ -1,0 +1,285 @@
+"""Which grid is the fastest for a model: what its layers compute, and the halos that they exchange.
+
+The model runs once on tensors without values. Of each layer that has no children its shapes are
+known then: what a worker computes in it follows from the largest part, what it receives from the
+windows of convolutions and pools. A training step is a forward pass, twice its work backward, and
+each halo once in each direction.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tessel.operators.choose import factorings
+from tessel.operators.rates import Machine, Rates
+from tessel.operators.space import Shape
+from tessel.operators.units import num_bytes, num_seconds
+
+ROWS = 8
+_BACKWARD = 2  # times the operations of a forward pass: gradients of inputs, and of weights
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer, of the whole tensor.
+
+    Attributes:
+        name: of the layer.
+        source, target: shapes of the input and the output.
+        flops: of a forward pass.
+        window, stride: along the dimensions in space; nothing for layers without a window.
+        sums: whether it sums over the dimensions that are split.
+        itemsize: bytes of a number.
+    """
+
+    name: str
+    source: Shape
+    target: Shape
+    flops: float
+    window: Shape = ()
+    stride: Shape = ()
+    sums: bool = False
+    itemsize: int = 4
+
+
+@dataclass(frozen=True)
+class ModelCandidate:
+    """A grid, with what is predicted for a training step of a worker on it.
+
+    Attributes:
+        partition: the number of workers along each dimension of the input.
+        time: seconds, and `computing` those of them without exchanges.
+        bytes: received in halos, in both directions.
+        messages: of halos and sums.
+    """
+
+    partition: Shape
+    time: float
+    computing: float
+    bytes: int
+    messages: int
+
+
+def load_model(name: str) -> Callable[[], Any]:
+    """What a name `package:function`, perhaps with arguments behind it, makes.
+
+    >>> load_model("torch.nn:Conv1d(1, 2, kernel_size=3)")()
+    Conv1d(1, 2, kernel_size=(3,), stride=(1,))
+    """
+    module, _, call = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        parsed = ast.parse(call, mode="eval").body
+        function, args, kwargs = call, [], {}
+        if isinstance(parsed, ast.Call):
+            function = ast.unparse(parsed.func)
+            args = [ast.literal_eval(each) for each in parsed.args]
+            kwargs = {str(each.arg): ast.literal_eval(each.value) for each in parsed.keywords}
+        found: Any = importlib.import_module(module)
+        for part in function.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"--model needs PACKAGE:FUNCTION, such as torchvision.models:resnet18 or "
+            f"'models:UNet(3, 16)', with numbers and strings as arguments; got {name!r} ({error})"
+        ) from error
+    return partial(found, *args, **kwargs)
+
+
+def layers_of(
+    make: Callable[[], Any], shape: Shape, dtype: torch.dtype
+) -> tuple[list[LayerCall], int]:
+    """What the layers of a model do with an input of this shape, and the bytes of its parameters.
+
+    >>> calls, _ = layers_of(lambda: nn.Conv1d(2, 4, 3), (1, 2, 10), torch.float32)
+    >>> calls[0].target, calls[0].window
+    ((1, 4, 8), (3,))
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"--model needs --dtype float32 or float64, got {dtype}")
+    calls: list[LayerCall] = []
+    usual = torch.get_default_dtype()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        torch.set_default_dtype(dtype)
+        try:
+            model = make()
+        except TypeError as error:
+            raise ValueError(f"--model: {error}; write arguments as 'UNet(3, 16)'") from error
+        finally:
+            torch.set_default_dtype(usual)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"--model must make a torch.nn.Module, got {type(model).__name__}")
+        names = {id(module): name for name, module in model.named_modules()}
+
+        def note(module: nn.Module, args: Any, result: Any) -> None:
+            if args and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor):
+                calls.append(_call(names[id(module)], module, args[0], result))
+
+        for module in model.modules():
+            if not [*module.children()]:
+                module.register_forward_hook(note)
+        held = sum(each.numel() * each.itemsize for each in model.parameters())
+        try:
+            model(torch.empty(shape, dtype=dtype))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            line = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"the model does not take an input of shape {shape}: {line}"
+            ) from error
+    return calls, held
+
+
+def _call(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> LayerCall:
+    source, target = tuple(x.shape), tuple(y.shape)
+    ndim = len(source) - 2
+    flops = 0.0
+    window: Shape = ()
+    stride: Shape = ()
+    weight = getattr(module, "weight", None)
+    if hasattr(module, "kernel_size") and ndim > 0:
+        sizes, dilation = (_each(getattr(module, n, 1), ndim) for n in ("kernel_size", "dilation"))
+        window = tuple(d * (k - 1) + 1 for k, d in zip(sizes, dilation, strict=True))
+        stride = _each(getattr(module, "stride", None) or sizes, ndim)
+        if isinstance(module, nn.modules.conv._ConvTransposeNd):
+            flops = 2.0 * prod(source) * prod(weight.shape[1:])  # type: ignore[union-attr]
+            # seen from the output: an input reaches as many outputs as the kernel is wide
+            window = tuple(ceil(w / s) for w, s in zip(window, stride, strict=True))
+            stride = (1,) * ndim
+        elif weight is not None:
+            flops = 2.0 * prod(target) * prod(weight.shape[1:])
+    elif isinstance(module, nn.Linear):
+        flops = 2.0 * prod(target) * source[-1]
+    sums = isinstance(module, _NORMS)
+    return LayerCall(name, source, target, flops, window, stride, sums, x.itemsize)
+
+
+def _each(value: Any, ndim: int) -> Shape:
+    return tuple(value) if isinstance(value, tuple | list) else (int(value),) * ndim
+
+
+def best_grids(
+    calls: Sequence[LayerCall], parameters: int, shape: Shape, workers: int, machine: Machine
+) -> list[ModelCandidate]:
+    """The grids for a model, the fastest first: batch and space are split, channels are whole."""
+    most = (shape[0], 1, *shape[2:])
+    grids = factorings(workers, most)
+    if not grids:
+        raise ValueError(f"{workers} workers are more than an input of shape {shape} has places")
+    found = [_predicted(calls, parameters, grid, workers, machine) for grid in grids]
+    return sorted(found, key=lambda each: (each.time, each.bytes))
+
+
+def _predicted(
+    calls: Sequence[LayerCall], parameters: int, grid: Shape, workers: int, machine: Machine
+) -> ModelCandidate:
+    rates = machine.rates_for(workers)
+    computing = exchanging = 0.0
+    received = messages = 0
+    for call in calls:
+        share = _largest(call.target, grid) / max(1, prod(call.target))
+        passed = _largest(call.source, grid) + _largest(call.target, grid)
+        halo = _halo(call, grid, rates, machine) if call.window else _NONE
+        # Borders are computed apart, from strips that are thinner than what they read: thin parts
+        # take time for what they read, not for what they give.
+        once = call.flops * share * halo.width / rates.matrix
+        once += passed * call.itemsize / rates.memory
+        computing += (1 + _BACKWARD) * (once + rates.step)
+        if call.sums and workers > 1:
+            messages += 2 * (workers - 1)
+            exchanging += 2 * rates.latency * (workers - 1)
+        received += 2 * halo.bytes
+        messages += 2 * halo.messages
+        exchanging += 2 * halo.seconds
+    if workers > 1:  # gradients: each worker sums its share, and gives it to the others
+        exchanging += 2 * parameters / rates.bandwidth
+    return ModelCandidate(grid, computing + exchanging, computing, received, messages)
+
+
+def _largest(shape: Shape, grid: Shape) -> int:
+    """How many values the largest part has; dimensions behind those of the grid are whole."""
+    sizes = [*grid, *[1] * len(shape)][: len(shape)]
+    return prod(ceil(length / parts) for length, parts in zip(shape, sizes, strict=True))
+
+
+class HaloCost(NamedTuple):
+    """One exchange of a worker inside of the grid.
+
+    Attributes:
+        bytes: received.
+        messages: from so many neighbours.
+        seconds: of it.
+        width: of what is read, against the part alone.
+    """
+
+    bytes: int
+    messages: int
+    seconds: float
+    width: float
+
+
+_NONE = HaloCost(0, 0, 0.0, 1.0)
+
+
+def _halo(call: LayerCall, grid: Shape, rates: Rates, machine: Machine) -> HaloCost:
+    own, wide, reached, outside = 1, 1, 1, 0.0
+    stride_in_grid = 1
+    for length, parts, out, window, stride in reversed(
+        list(zip(call.source[2:], grid[2:], call.target[2:], call.window, call.stride, strict=True))
+    ):
+        part = ceil(length / parts)
+        # Where parts end at a multiple of the stride, windows overlap by less.
+        overlap = window - (stride if length % (parts * stride) == 0 else 1)
+        halo = min(max(0, overlap), length - part) if parts > 1 and out else 0
+        own, wide = own * part, wide * (part + halo)
+        neighbours = 2 * ceil(ceil(halo / 2) / part) if halo else 0
+        reached *= 1 + neighbours
+        if neighbours and machine.network is not None:
+            per_host = machine.network.workers_per_host
+            outside = max(outside, min(1.0, stride_in_grid / per_host))
+        stride_in_grid *= parts
+    others = ceil(call.source[0] / grid[0]) * call.source[1]
+    num_bytes, messages = (wide - own) * others * call.itemsize, reached - 1
+    seconds = rates.latency * messages + num_bytes / rates.bandwidth + 2 * num_bytes / rates.memory
+    network = machine.network
+    if network is not None and prod(grid) > network.workers_per_host:
+        shared = min(prod(grid), network.workers_per_host) / network.bandwidth
+        seconds += outside * (network.latency * messages + num_bytes * shared)
+    return HaloCost(num_bytes, messages, seconds, wide / own)
+
+
+def table_of(found: Sequence[ModelCandidate]) -> Iterator[Any]:
+    """The grids, for a terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("partition", no_wrap=True)
+    for title in ("predicted step", "computing", "halos received", "messages"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for number, each in enumerate(found[:ROWS]):
+        table.add_row(
+            "×".join(map(str, each.partition)),
+            num_seconds(each.time),
+            num_seconds(each.computing),
+            num_bytes(each.bytes),
+            str(each.messages),
+            style="" if number else "bold green",
+        )
+    yield table
+    if len(found) > ROWS:
+        yield f"and {len(found) - ROWS} more, slower"
+    grid = list(found[0].partition)
+    yield f"P = tessel.world().create_cartesian_topology_partition({grid})"
+    yield "model = tessel.nn.distribute_module(model, P)"

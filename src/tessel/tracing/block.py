@@ -1,0 +1,272 @@
+"""`tessel.trace`: a block whose work is recorded on all workers, and written by the first."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import secrets
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessel import transport
+from tessel.core.agreement import tell
+from tessel.core.layout import Layout
+from tessel.core.move import Move
+from tessel.core.partition import Partition, world
+from tessel.errors import WorkerLost
+from tessel.settings import text, whole_number
+from tessel.tracing import clocks, recorder
+from tessel.tracing.merged import Part, merge, part_of
+from tessel.transport.process import this_host
+
+VARIABLE = "TESSEL_TRACE"
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str], *, limit: int = recorder.LIMIT) -> Iterator[None]:
+    """Record what all workers do in the `with` block, and write one trace of it.
+
+    The file is in Chrome's format, for ui.perfetto.dev or chrome://tracing: a process for each
+    worker, with rows for computing, packing, moving, waiting and agreeing. `tessel trace FILE`
+    says who waited for whom. The same ranges are shown to torch.profiler and, on GPUs, to Nsight.
+
+    All workers enter and leave together, with the same path; the first one writes the file. If an
+    exception leaves the block, or a worker is lost, each worker writes what it has beside it, and
+    whoever comes last puts together what is there. Blocks may lie in each other: each writes its
+    own file. Outside of all blocks it costs nothing.
+
+    Args:
+        path: of the file, on the host of the first worker.
+        limit: how many events of a worker are kept; a warning says if there were more.
+
+    >>> import tempfile, tessel, torch
+    >>> file = tempfile.NamedTemporaryFile(suffix=".json")
+    >>> with tessel.trace(file.name):
+    ...     y = torch.nn.Conv1d(1, 1, 3)(torch.ones(1, 1, 8))
+    """
+    block = Block(path, limit)
+    block.meet()
+    block.begin()
+    try:
+        yield
+    except BaseException:
+        block.end_alone()
+        raise
+    block.end_together()
+
+
+class Block:
+    """One trace, as one worker sees it.
+
+    Args:
+        path: of the file.
+        limit: of events.
+    """
+
+    _open: list[Block] = []  # noqa: RUF012  # those that record now, in this process
+    _recorder: recorder.Recorder | None = None
+
+    def __init__(self, path: str | os.PathLike[str], limit: int) -> None:
+        self.path = Path(os.fspath(path)).absolute()  # whoever changes directory finds it there
+        self.limit = index(limit)
+        self.token, self.process = "", os.getpid()
+        self.worker, self.num_workers, self.host = 0, 1, this_host()
+        self.clock: list[list[int]] = []
+
+    def meet(self) -> None:
+        """Agree with the other workers on what is traced, or raise on all of them."""
+        partition = world()
+        self.worker, self.num_workers = transport.this_worker(), transport.num_workers()
+        wrong = f"limit must be 1 or more, got {self.limit}" if self.limit < 1 else ""
+        if not wrong and self.worker == 0:
+            wrong = why_not(self.path)
+        mine = str(self.path), wrong, secrets.token_hex(8)
+        said = tell(partition, mine)
+        for worker, (_, failure, _) in said.items():
+            if failure:
+                raise ValueError(f"tessel.trace: {failure} (worker {worker})")
+        paths = {other: worker for worker, (other, _, _) in said.items()}
+        if len(paths) > 1:
+            (one, first), (other, second), *_ = paths.items()
+            raise ValueError(
+                f"tessel.trace: all workers need the same path, got {one} on worker {first} and "
+                f"{other} on worker {second}"
+            )
+        self.token = said[0][2]
+        self._compare_clocks()
+
+    def _compare_clocks(self) -> None:
+        if self.num_workers > 1:
+            found = clocks.compared(transport.group_of(range(self.num_workers)))
+            self.clock += [] if found is None else [found]
+
+    def begin(self) -> None:
+        """Record from here on."""
+        if Block._recorder is None:
+            Block._recorder = recorder.switch_on(self.limit)
+        Block._open.append(self)
+        self._recorder = Block._recorder
+        self._recorder.limit = max(self._recorder.limit, self.limit)
+        self.began = time.monotonic_ns()
+
+    def _part(self) -> Part:
+        """Record no longer; what was noted."""
+        ended = time.monotonic_ns()
+        assert self._recorder is not None
+        Block._open.remove(self)
+        if not Block._open:
+            recorder.switch_off(self._recorder)
+            Block._recorder = None
+        part = part_of(self._recorder, self.worker, self.host, self.began, ended)
+        if part["left_out"]:
+            warnings.warn(
+                f"tessel.trace: worker {self.worker} kept {self._recorder.num_kept} events and "
+                f"left out {part['left_out']} that came later; trace fewer steps, or pass a larger "
+                f"limit",
+                stacklevel=4,
+            )
+        return {**part, "token": self.token}
+
+    def end_together(self) -> None:
+        """Let the first worker write what all have noted."""
+        part = self._part()
+        if transport.num_workers() != self.num_workers:  # the job was left inside of the block
+            self._write_part(part)
+            return
+        try:
+            self._compare_clocks()
+            part["clock"] = self.clock
+            parts = _collected(part)
+        except WorkerLost:
+            # This one has done its work: the next call of the job raises, and says the same.
+            self._write_part(part)
+            return
+        if self.worker == 0:
+            _write(self.path, merge(parts, self.num_workers))
+
+    def end_alone(self) -> None:
+        """Write what this worker has noted: the others may be anywhere."""
+        part = self._part()
+        part["clock"] = self.clock
+        self._write_part(part)
+
+    def _write_part(self, part: Part) -> None:
+        """Write this worker's part, and the trace of all parts that are there."""
+        if self.num_workers == 1:
+            _write(self.path, merge([part], 1))
+            return
+        with suppress(OSError):  # what ends the block says more than that a disk is full
+            _write(_beside(self.path, self.worker), part)
+            self._merge_parts()
+
+    def _merge_parts(self) -> None:
+        # One at a time, so that the last one sees all parts; the lock is on the folder, which
+        # leaves no file behind.
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            found = []
+            for worker in range(self.num_workers):
+                with suppress(OSError, ValueError):
+                    found.append(json.loads(_beside(self.path, worker).read_bytes()))
+            parts = [each for each in found if each["token"] == self.token]
+            if not parts:
+                return  # another worker has seen all, this one's as well
+            _write(self.path, merge(parts, self.num_workers))
+            if len(parts) == self.num_workers:
+                for worker in range(self.num_workers):
+                    _beside(self.path, worker).unlink(missing_ok=True)
+        finally:
+            os.close(folder)
+
+
+def why_not(path: Path) -> str:
+    """Why a trace cannot be written there."""
+    if path.is_dir():
+        return f"{path} is a folder; name a file in it"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{path} cannot be written"
+    return ""
+
+
+def _beside(path: Path, worker: int) -> Path:
+    """The file of one worker's part."""
+    return path.with_name(f"{path.name}.worker{worker}")
+
+
+def _write(path: Path, content: Any) -> None:
+    """Write a file, which is the old one or the new one at every moment."""
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    half.write_text(json.dumps(content, separators=(",", ":")))
+    os.replace(half, path)
+
+
+def _collected(part: Part) -> list[Part]:
+    """The parts of all workers, on the first one; nothing on others."""
+    said = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
+    partition = world()
+    lengths = [length for _, length in sorted(tell(partition, len(said)).items())]
+    everywhere = Layout.blocks_along(partition, (0,), [(length,) for length in lengths])
+    first = Partition((0,), (1,))
+    own = torch.from_numpy(np.frombuffer(said, np.uint8).copy())
+    with torch.no_grad():
+        flat = Move(everywhere, Layout.whole(first, (sum(lengths),)))(own)
+    if not first.active:
+        return []
+    pieces = flat.split(lengths)
+    return [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
+
+
+# -- whole programs -------------------------------------------------------------------------------
+
+_program: Block | None = None
+
+
+def begin_program() -> None:
+    """Trace this program if TESSEL_TRACE names a file, from now until it ends."""
+    global _program
+    path = text(VARIABLE)
+    if path is None or _program is not None:
+        return
+    _program = Block(path, recorder.LIMIT)
+    _program.begin()
+    atexit.register(end_program)
+
+
+def end_program(error: BaseException | None = None) -> None:
+    """Write the trace of this program, if there is one: the first call counts."""
+    global _program
+    block, _program = _program, None
+    if block is None or block.process != os.getpid():  # a fork ends before the worker does
+        return
+    atexit.unregister(end_program)
+    # A program may leave its job before it ends: what the launcher has said still holds.
+    joined = transport.is_distributed()
+    block.worker = transport.this_worker() if joined else whole_number("RANK", 0)
+    block.num_workers = transport.num_workers() if joined else whole_number("WORLD_SIZE", 1)
+    # parts of one run lie in one folder: they are of the same job, or of the same parent
+    block.token = text("TORCHELASTIC_RUN_ID") or text("SLURM_JOB_ID") or str(os.getppid())
+    try:
+        if error is None and joined:
+            block.end_together()
+        else:
+            block.end_alone()
+    except OSError as failure:  # the program itself has done its work
+        print(f"tessel: the trace {block.path} cannot be written: {failure}", file=sys.stderr)
+
+
+transport.when_joined(begin_program)
