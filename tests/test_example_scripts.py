@@ -33,10 +33,12 @@ Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.slow
 
 SMALL: dict[str, dict[str, int]] = {
+    "accelerate_unet": {"epochs": 2},
     "classes": {"classes": 1001, "features": 8, "steps": 4},
     "darcy": {"epochs": 1, "points": 16, "samples": 20},
     "deblur": {"size": 48, "iterations": 3},
     "gpt": {"dim": 16, "length": 16, "batch": 4, "steps": 4},
+    "lightning_unet": {"epochs": 2},
     "llama": {"length": 40, "steps": 3, "width": 16},
     "segment": {"steps": 2, "width": 12},
     "vae": {"size": 16},
@@ -51,8 +53,18 @@ PICTURES = {
     "segment": ("--output", "segmented.png"),
     "vae": ("--output", "decoded.png"),
 }
-NEEDS = {"llama": "transformers", "segment": "monai", "vae": "diffusers"}
-MORE = {"deblur": ["--parts 2 1", "--deepinv"]}  # options besides, on two workers
+NEEDS = {
+    "accelerate_unet": "accelerate",
+    "lightning_unet": "lightning",
+    "llama": "transformers",
+    "segment": "monai",
+    "vae": "diffusers",
+}
+MORE = {  # options besides, on two workers
+    "accelerate_unet": ["--replicas 1", "--replicas 2"],
+    "deblur": ["--parts 2 1", "--deepinv"],
+    "lightning_unet": ["--replicas 1", "--replicas 2"],
+}
 STARTED = "darcy"  # by launchers: it asks who has started it
 LAUNCHERS = {
     "python": (),

@@ -32,6 +32,8 @@ def main_program(folder: str, *arguments: str) -> str:
         sys.argv, sys.path[:] = before[1:]
         if tessel.distributed.is_initialized():  # which would end with a process of its own
             tessel.distributed.destroy_process_group()
+        if (state := sys.modules.get("accelerate.state")) is not None:  # the same, of Accelerate
+            state.AcceleratorState._reset_state(reset_partial_state=True)
     return output.getvalue()
 
 

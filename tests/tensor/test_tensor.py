@@ -17,7 +17,7 @@ import tessel
 from parity import close, values
 from tessel import Layout, Partition
 from tessel.tensor import gathering, table
-from tessel.testing import count_traffic
+from tessel.testing import count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
 SHAPE = (6, 5, 4)
@@ -175,6 +175,21 @@ def check_copies() -> None:
     (module.weight.square()).sum().backward()
     optimizer.step()
     close("a step", module.weight.full(), torch.zeros(SHAPE, dtype=torch.float64))
+
+
+def check_freed() -> None:
+    """What a function of the user's own has computed is freed with the graph."""
+    with count_memory() as memory:
+        x = spread(grad=True)
+        y = Cube.apply(x * 2, torch.ones((), dtype=torch.float64))
+        (y * 3).sum().backward()
+        del x, y
+        assert memory.current < SHAPE[0] * SHAPE[1] * 8, memory.current  # some numbers stay
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_functions_of_users_keep_nothing(run: Run, nprocs: int) -> None:
+    run(check_freed, nprocs=nprocs)
 
 
 class Cube(torch.autograd.Function):

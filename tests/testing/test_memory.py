@@ -31,6 +31,24 @@ def test_what_was_there_before_does_not_count() -> None:
     assert memory.current == 400  # the gradient
 
 
+def test_what_is_freed_while_it_stays_does_not_count() -> None:
+    """As `fully_shard` frees the parameters that a layer has gathered."""
+    before = torch.ones(100)
+    before.untyped_storage().resize_(0)
+    with count_memory() as memory:
+        x = torch.ones(100)
+        storage = x.untyped_storage()
+        storage.resize_(0)
+        assert memory.current == 0
+        storage.resize_(800)
+        before.untyped_storage().resize_(400)
+        assert memory.current == 1200
+        del x, storage, before
+        assert memory.current == 0
+    assert memory.peak == 1200
+    assert "resize_" not in vars(torch.UntypedStorage)  # but that which it inherits
+
+
 def peak_of_a_step(name: str, args: tuple[int, ...], shape: tuple[int, ...]) -> int:
     P = tessel.world().create_cartesian_topology_partition(
         [1, 1, tessel.world().size, *[1] * (len(shape) - 3)]

@@ -394,14 +394,19 @@ def _check_left_out(
             )
 
 
+def is_redundant(optimizer: Optimizer) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`, of whose state each worker keeps some."""
+    # by its name: the module that has it takes long to import, and few programs do
+    return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
+
+
 def check_optimizer(stepping: Optimizer, *_: Any) -> None:
     """Raise ValueError for an optimizer whose steps mix what different workers have.
 
     LBFGS makes one step of all parameters by products over all of them. Each worker would have
     other products, and what the workers share would drift apart.
     """
-    # by its name: the module that has it takes long to import, and few programs do
-    sends = any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(stepping).__mro__)
+    sends = is_redundant(stepping)
     if not isinstance(stepping, LBFGS) and not sends:
         return
     name = type(stepping).__name__

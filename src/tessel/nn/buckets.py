@@ -113,9 +113,16 @@ class BucketedCall:
     are waited for when those of the next have begun.
     """
 
-    def __init__(self, schedule: BucketSchedule, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        schedule: BucketSchedule,
+        parameters: Iterable[Tensor],
+        module: torch.nn.Module | None = None,
+        fuses: bool = True,
+    ) -> None:
         self.parameters = list(parameters)
-        self.plan = schedule.plan(self.parameters)
+        self.plan = schedule.plan(self.parameters) if fuses else ()
+        self._module = module
         self.uses: dict[int, Use] = {}
         self.sequence = array("q")  # the numbers of the parameters, use by use
         # by identity: tensors compare element by element, and a shared parameter is one
@@ -126,7 +133,12 @@ class BucketedCall:
 
     def alias(self, value: Tensor, use: Replicate) -> Tensor | None:
         """The parameter for this use of it; None if it is not one that was foreseen."""
-        number = self._numbers.get(id(value))
+        number: int | None = self._numbers.get(id(value))
+        if number is None and self._module is not None and isinstance(value, torch.nn.Parameter):
+            # `fully_shard` puts another one into its place while a module computes
+            for found, parameter in enumerate(self._module.parameters()):
+                self._numbers.setdefault(id(parameter), found)
+            number = self._numbers.get(id(value))
         if number is None or not (value.requires_grad and use.is_whole and use.axes and _plain()):
             return None
         how = Use(use.domain.partition, use.axes)
@@ -165,29 +177,43 @@ def _plain() -> bool:
 
 
 @contextmanager
-def in_buckets(schedule: BucketSchedule, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A call of a model, with what was learned from the one before; inside of another, nothing."""
+def in_buckets(
+    schedule: BucketSchedule,
+    parameters: Iterable[Tensor],
+    module: torch.nn.Module | None = None,
+    fuses: bool = True,
+) -> Iterator[None]:
+    """A call of a model, with what was learned from the one before; inside of another, nothing.
+
+    Args:
+        schedule: of the model.
+        parameters: of the model, as it has them at the beginning of the call.
+        module: where others may be while it runs; None if they stay.
+        fuses: whether gradients of several parameters may travel together.
+    """
     if current_buckets.get() is not None or not _plain():
         yield
         return
-    call = BucketedCall(schedule, parameters)
+    call = BucketedCall(schedule, parameters, module, fuses)
     with setting(current_buckets, call):
         yield
     # not in a `finally`: a call that raised has not used all that the next one will
-    schedule.learn(call.plan, call.uses)
+    if fuses:
+        schedule.learn(call.plan, call.uses)
 
 
-def agree_on_uses(module: torch.nn.Module, partition: Partition) -> None:
+def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) -> None:
     """Raise on all workers if they used other parameters, or the same ones in another order.
 
     They took different branches of the model then, and gradients of different parameters would be
-    added. All workers come here at the end of a call whose parameters get gradients.
+    added. All workers come here at the end of a call whose parameters get gradients. They must
+    also be alike in `wrapping`, which says in words who averages these gradients.
     """
     call = current_buckets.get()
     if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
         return
     group = partition.prepare()
-    head = f"{type(module).__name__} over {partition} with the parameters "
+    head = f"{type(module).__name__} over {partition}, under {wrapping}, with the parameters "
 
     def said() -> str:
         names = {id(value): name for name, value in module.named_parameters()}

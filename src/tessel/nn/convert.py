@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Proxy
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tessel.core.agreement import agree, tell
@@ -40,6 +41,17 @@ from tessel.nn.layer import (
 )
 from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
+from tessel.nn.wrapped import (
+    Replicas,
+    check_alike,
+    is_averaged,
+    is_dtensor,
+    is_fully_sharded,
+    refuse_flattened,
+    sharded_kinds,
+    unviewed,
+    wrappers_of,
+)
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.adoption import belongs_elsewhere
 from tessel.tensor.gathering import check_choice, written_whole
@@ -94,6 +106,9 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     """
     check_choice(fallback)
     stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
+    refuse_flattened(type(model).__name__, model.modules(), P_x)
+    if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
+        check_alike(split, P_x)
     equalize([value for _, value in _values(model)], P_x)
     conversion = ModelConversion(P_x, stream, fallback)
     conversion.enter(model)
@@ -112,6 +127,11 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
         for name, value in (*model.named_parameters(), *model.named_buffers())
         if (state := state_of(value)) is not None
     ]
+    form += [
+        (name, f"{value.placements}", tuple(value.shape), str(value.dtype))  # type: ignore[attr-defined]
+        for name, value in model.named_parameters()
+        if is_dtensor(value)
+    ]
     form += [(p, type(m).__qualname__, m.extra_repr()) for p, m in model.named_modules()]
     if not P_x.active:
         return 0
@@ -129,8 +149,13 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
     return number
 
 
-def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers that are whole, not shards nor those of distributed layers."""
+def _values(model: nn.Module, split: bool = False) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers that are whole, not shards nor those of distributed layers.
+
+    Args:
+        model: the model.
+        split: whether what `fully_shard` has split is among them.
+    """
     placed = {
         id(value)
         for module in model.modules()
@@ -145,6 +170,7 @@ def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
         and not state_of(value)
         # what lies spread is right where it lies; lazy layers draw what they need in the first call
         and not isinstance(value, SpreadTensor | UninitializedParameter | UninitializedBuffer)
+        and (split or not is_dtensor(value))
     ]
 
 
@@ -204,6 +230,7 @@ class ModelConversion:
 
     def __init__(self, P_x: Partition, stream: Stream, fallback: str) -> None:
         self.P_x, self.stream, self.fallback = P_x, stream, fallback
+        self.replicas = Replicas(P_x)
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
 
@@ -217,7 +244,8 @@ class ModelConversion:
             own = module.__dict__.get("forward")
             # converted for other workers
             elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
-            if isinstance(module, Layer) or elsewhere:
+            # DDP is called with parts, and gives parts: it looks at the graph of its output
+            if isinstance(module, Layer | DistributedDataParallel) or elsewhere:
                 continue
             # Models are also called by methods such as `encode`. With parts these would compute
             # with the parts alone: what calls layers is right, and a mean between them is that of
@@ -255,7 +283,7 @@ class ModelConversion:
             return ()
         values = [
             (name, tuple(value.shape), str(value.dtype))
-            for name, value in _values(model)
+            for name, value in _values(model, split=True)
             if id(value) in late
         ]
         modules = [(type(each).__qualname__, each.extra_repr()) for each in contents.unentered]
@@ -264,6 +292,10 @@ class ModelConversion:
     def take_in(self, model: nn.Module, contents: Contents) -> None:
         """Give what was put into a model later the values of the first worker, and entrances."""
         late = {id(value) for value in self.unknown(contents.values)}
+        if contents.is_split:  # what is written into a gathered parameter is lost again
+            parameters = list(model.named_parameters())
+            check_alike([(name, p) for name, p in parameters if id(p) in late], self.P_x)
+            late -= {id(value) for _, value in parameters}
         equalize([value for _, value in _values(model) if id(value) in late], self.P_x)
         self.enter(model)
 
@@ -297,19 +329,26 @@ class Contents:
         parameters: in the order of `model.parameters()`.
         values: parameters and buffers.
         unentered: modules that are not converted.
+        sharded: those whose parameters FSDP has split.
+        is_split: whether it holds, or is in, such modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
         parameters: dict[int, Tensor] = {}
         buffers: dict[int, Tensor] = {}
         self.unentered: list[nn.Module] = []
+        self.sharded: list[nn.Module] = []
+        self.is_split = False
+        kinds = sharded_kinds()
         seen: set[int] = set()
 
         def walk(module: nn.Module) -> None:
             seen.add(id(module))
             is_entered = isinstance(module.__dict__.get("forward"), Entrance)
-            if not is_entered and not isinstance(module, Layer):
+            if not is_entered and not isinstance(module, Layer | DistributedDataParallel):
                 self.unentered.append(module)
+            if isinstance(module, kinds):
+                self.sharded.append(module)
             for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
                 for value in held.values():
                     if value is not None:
@@ -372,12 +411,13 @@ class Entrance(HasHandle):
 
     def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
-        return fix_shapes((args, kwargs)) and not is_in_model()
+        return fix_shapes((args, kwargs)) and not is_in_model() and not is_averaged()
 
     @in_graphs("module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if running.get() is not None:
-            return self.forward(*args, **kwargs)  # inside of a model
+            result = self.forward(*args, **kwargs)  # inside of a model
+            return nested(unviewed, result) if is_fully_sharded(self.module) else result
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
         spread = any(isinstance(each, SpreadTensor) for each in given)
@@ -394,6 +434,11 @@ class Entrance(HasHandle):
                 setting(belongs_elsewhere, held),
             ):
                 return self.forward(*args, **kwargs)
+        contents = Contents(self.module)
+        wrappers = wrappers_of(contents.sharded)
+        wrapping = ""
+        if not is_traced():
+            wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers, spread)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
@@ -401,12 +446,19 @@ class Entrance(HasHandle):
             with setting(alone, True):
                 return self.forward(*args, **kwargs)
         if is_traced():
+            if wrappers:
+                raise NotImplementedError(
+                    f"torch.compile of the converted {type(self.module).__name__} over {P_x} in or "
+                    f"around fully_shard is not supported; leave out one of the two"
+                )
             return self._traced(args, kwargs)
         _check_untraced(self.module, (args, kwargs))
-        contents = Contents(self.module)
+        # A bucket may wait for gradients of several modules, and `fully_shard` does not.
+        contents.is_split = any(map(is_fully_sharded, wrappers))
+        fuses = not contents.is_split
         # buckets first: what they foresee is part of what workers agree on with the input
         with (
-            buckets.in_buckets(self.schedule, contents.parameters),
+            buckets.in_buckets(self.schedule, contents.parameters, self.module, fuses),
             self.conversion.stream.flowing(),
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
@@ -416,14 +468,15 @@ class Entrance(HasHandle):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
-                buckets.agree_on_uses(self.module, P_x)
+                buckets.agree_on_uses(self.module, P_x, wrapping)
                 if not spread:
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
         self.conversion.make_values_plain(self.module)
-        return result if spread else as_parts(result)  # it goes as the input came
+        result = result if spread else as_parts(result)  # it goes as the input came
+        return nested(unviewed, result) if is_fully_sharded(self.module) else result
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """The call for a graph of what it computes with parts, which every run agrees on again.

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.distributed.wrapping import is_redundant
 from tessel.state.places import Places, without_wrapper
 from tessel.transport import this_worker
 
@@ -162,6 +163,9 @@ class OptimizerState:
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
     Torch unpickles the `.metadata` of these files, `checkpoint_reader` does not.
 
+    Of a `ZeroRedundancyOptimizer` each worker writes and reads the state that it keeps, and nothing
+    is consolidated. The files are those of the optimizer that it is made of.
+
     Args:
         module: the model, also one in `DistributedDataParallel`.
         optimizer: of its parameters; before its first step it gets a state to be read into, by a
@@ -190,9 +194,15 @@ class OptimizerState:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         places = Places.of(self.module, self.partition, "OptimizerState")
-        with _without_gradients(self.optimizer):
-            state: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer)
+        with _without_gradients(self._own):
+            state: dict[str, Any] = get_optimizer_state_dict(self.module, self._own)
         kept = state["state"]
+        if self._is_redundant:  # all workers write the groups with all parameters
+            pairs = zip(self._own.param_groups, self.optimizer.param_groups, strict=True)
+            state["param_groups"] = [
+                {**own, **group, "params": [places.names[id(each)] for each in group["params"]]}
+                for own, group in pairs
+            ]
         problems = [
             f"the value {what!r} of an optimizer for {name} has the shape {tuple(value.shape)}, "
             f"where its part of {layout} has {layout.local_shape}"
@@ -202,6 +212,8 @@ class OptimizerState:
             if _is_tensor(value) and tuple(value.shape) != layout.local_shape
         ]
         listing = [f"{what!r} for {name}" for name, values in kept.items() for what in values]
+        if self._is_redundant:  # of which each worker has some
+            listing = [f"{group['params']}" for group in state["param_groups"]]
         places.agree("OptimizerState.state_dict", listing, problems, NotImplementedError)
         parts = {
             name: {
@@ -221,7 +233,27 @@ class OptimizerState:
             name: {what: _own(value) for what, value in values.items()}
             for name, values in state["state"].items()
         }
-        set_optimizer_state_dict(self.module, self.optimizer, {**state, "state": own})
+        groups = state["param_groups"]
+        if self._is_redundant:
+            for ours, theirs in zip(self.optimizer.param_groups, groups, strict=True):
+                ours.update({key: value for key, value in theirs.items() if key != "params"})
+            groups = [
+                {**group, "params": [name for name in group["params"] if name in own]}
+                for group in groups
+            ]
+        given: Any = {**state, "state": own, "param_groups": groups}
+        set_optimizer_state_dict(self.module, self._own, given)
+
+    @property
+    def _is_redundant(self) -> bool:
+        """Whether each worker keeps the state of some parameters only."""
+        return is_redundant(self.optimizer)
+
+    @property
+    def _own(self) -> Optimizer:
+        """The optimizer that keeps the state of this worker."""
+        own: Optimizer = self.optimizer.optim if self._is_redundant else self.optimizer  # type: ignore[attr-defined]
+        return own
 
 
 def checkpoint_reader(folder: str | os.PathLike[str]) -> FileSystemReader:

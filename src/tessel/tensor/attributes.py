@@ -36,6 +36,7 @@ OF_THE_PART = frozenset(
     (
         *(
             "get output_nr",
+            "get _base",
             "get _version",
             "get retains_grad",
             "is_contiguous",

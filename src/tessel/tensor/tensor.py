@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tessel.core.graph import untraced
 from tessel.core.layout import Layout
@@ -264,17 +264,15 @@ def open_part(x: Tensor) -> torch.Tensor:
             return x._part
         if not torch.is_grad_enabled():
             return x._part.detach()
-        # The history between wrappers becomes one node of the parts' graph. The node holds an
-        # alias: what held `x` itself would be held by it, too, for ever.
-        alias = x.view_as(x)
-        assert isinstance(alias, Tensor)
+        # The history between wrappers becomes one node of the parts' graph. The node holds the
+        # end of that history: `x`, or a view of it, would hold the node and be held by it for ever.
         # where the history between wrappers starts
-        inputs = [each.variable for each in nodes_of(alias) if hasattr(each, "variable")]
+        inputs = [each.variable for each in nodes_of(x) if hasattr(each, "variable")]
         first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
         # It stays with x: a checkpoint in which x is opened first must not count what it saves,
         # which is not saved when the checkpoint computes again.
         with saved_tensors_hooks(_itself, _itself):
-            x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
+            x.__dict__["_bridge"] = bridge = record_product(_History(x, inputs), first, *rest)
         return bridge
 
 
@@ -302,14 +300,15 @@ class _History:
     """
 
     def __init__(self, result: Tensor, inputs: Sequence[torch.Tensor]) -> None:
-        self.result, self.inputs = result, inputs
+        self.edge, self.inputs = get_gradient_edge(result), inputs
+        self.part, self.layout = result._part, result._layout
         # inputs may lie on other workers than the result: all workers of the job pass here
         self.group = group_of(range(num_workers()))
         # a reentrant checkpoint may be part of it, for which torch has no `autograd.grad`
         self.is_reentrant = any("CheckpointFunction" in node.name() for node in nodes_of(result))
 
     def _apply(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-        return self.result._part.detach()
+        return self.part.detach()
 
     def vjp(
         self,
@@ -319,7 +318,7 @@ class _History:
         *parts: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the inputs, by a pass over the wrappers' graph alone."""
-        seed = Tensor(grad, self.result._layout, records=False)
+        seed = Tensor(grad, self.layout, records=False)
         # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
         # torch's functions switched off would let the backward code of users gather everything.
         if self.is_reentrant:
@@ -327,12 +326,12 @@ class _History:
             # inputs have of other passes is put aside meanwhile.
             before = self._exchanged([None] * len(self.inputs))
             try:
-                _run_backward((self.result,), (seed,), True, False, (), True, accumulate_grad=True)
+                _run_backward((self.edge,), (seed,), True, False, (), True, accumulate_grad=True)
             finally:
                 found = tuple(self._exchanged(before))
         else:
             found = _run_backward(
-                (self.result,),
+                (self.edge,),
                 (seed,),
                 True,  # the parts' graph says when it is over
                 torch.is_grad_enabled(),

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import tensors
+
+_STORAGE: Any = torch.UntypedStorage
 
 
 class Memory:
@@ -49,7 +51,7 @@ class _MemoryCounter(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.memory = memory
-        self.known: set[int] = set()
+        self.known: dict[int, int] = {}  # the bytes of each storage that counts
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -60,19 +62,50 @@ class _MemoryCounter(TorchDispatchMode):
             key, size = storage._cdata, storage.nbytes()
             # A view has the storage of what it was made of, which counts once, or not at all.
             if key not in self.known and key not in given:
-                self.known.add(key)
-                self.memory._add(size)
-                weakref.finalize(storage, self._forget, key, size)
+                self._note(storage, size)
         return result
 
-    def _forget(self, key: int, size: int) -> None:
-        self.known.discard(key)  # the address may be that of another storage next
-        self.memory._add(-size)
+    def __enter__(self) -> Any:
+        # `fully_shard` frees a tensor that stays, and no function of torch says so.
+        resize, counter = _STORAGE.resize_, self
+        self._before = vars(_STORAGE).get("resize_")  # that of a counter outside
+
+        def resize_(storage: Any, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            change = storage.nbytes() - before
+            if storage._cdata in counter.known:
+                counter.known[storage._cdata] += change
+                counter.memory._add(change)
+            elif change > 0:
+                counter._note(storage, change)
+            return result
+
+        _STORAGE.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> Any:
+        if self._before is None:
+            del _STORAGE.resize_
+        else:
+            _STORAGE.resize_ = self._before
+        return super().__exit__(*problem)
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        self.known[storage._cdata] = size
+        self.memory._add(size)
+        weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        # the address may be that of another storage next
+        self.memory._add(-self.known.pop(key))
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     for each in tensors(values):
         if isinstance(each, SpreadTensor):
-            each = each._part  # what this worker stores of it
-        if each.device.type != "meta":
+            yield from _storages(each._part)  # what this worker stores of it
+        elif is_traceable_wrapper_subclass(each):  # such as a DTensor, whose own storage is empty
+            yield from _storages([getattr(each, name) for name in each.__tensor_flatten__()[0]])
+        elif each.device.type != "meta":
             yield each.untyped_storage()

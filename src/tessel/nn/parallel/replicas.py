@@ -13,6 +13,9 @@ gradients over the workers, where they are the terms of a sum: `gather_batch` ma
 With several groups the two come together: `DistributedDataParallel(backbone)` over all workers, and
 `data_parallel(head)`.
 
+*Replicas of a converted model*, each on a partition of its own: `data_parallel(model)` averages
+over the workers at the same place of all replicas.
+
 Shards are averaged over workers that hold the same ones, and never over workers that hold others.
 `DistributedDataParallel` finds out by itself which of the two its process group is, as
 `tessel.distributed.wrapping` says, and raises where it is neither.
@@ -20,8 +23,6 @@ Shards are averaged over workers that hold the same ones, and never over workers
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,13 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tessel.core.agreement import agree
+from tessel.core.agreement import agree, tell
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
 from tessel.distributed.group import get_group, row_of
 from tessel.distributed.movements import gather
 from tessel.distributed.shards import sharding_of
 from tessel.distributed.wrapping import IGNORED, REGISTERED
+from tessel.nn.wrapped import callers, partitions_of
 
 
 def get_data_parallel_group() -> Partition:
@@ -59,14 +61,15 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     """The module under `DistributedDataParallel` over the workers that hold the same shards.
 
     Forward:  that of `module`.    Backward:  every gradient, also of a shard, is the mean over
-    `get_data_parallel_group()`.
+    `get_data_parallel_group()`; of a converted model, the mean over the partitions for which
+    workers have converted it, each of which holds one copy.
 
     Each model-parallel group takes its own part of the batch, of one size, and a mean loss of it;
     the gradients are those of the mean loss of the whole batch in one process. With one group only
     there is nothing to average, and the module itself is returned.
 
     Args:
-        module: the model, of which each model-parallel group holds one copy.
+        module: the model, of which each model-parallel group, or each partition, holds one copy.
         settings: other arguments of `DistributedDataParallel`.
 
     >>> import tessel, torch
@@ -78,10 +81,26 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
             "data_parallel chooses the process group itself, the workers that hold the same "
             "shards; for another one call torch.nn.parallel.DistributedDataParallel"
         )
-    replicas = get_data_parallel_group()
+    partitions = partitions_of(module)
+    replicas = _same_place(partitions) if partitions else get_data_parallel_group()
     if replicas.size == 1:
         return module
     return DistributedDataParallel(module, process_group=replicas.prepare().handle, **settings)
+
+
+def _same_place(partitions: list[Partition]) -> Partition:
+    """The workers at this worker's place in all partitions of a converted model."""
+    everyone = world()
+    told = tell(everyone, [each.ranks for each in partitions])
+    rows = sorted({tuple(ranks) for each in told.values() for ranks in each})
+    if len({len(each) for each in rows}) > 1 or sorted(sum(rows, ())) != sorted(everyone.ranks):
+        raise ValueError(
+            f"data_parallel of a converted model: the workers of the job are to hold copies of it "
+            f"on partitions of one size, each worker in one, got {[list(each) for each in rows]}"
+        )
+    # all workers make all groups, in one order
+    groups = [Partition(ranks, (len(rows),)) for ranks in zip(*rows, strict=True)]
+    return next(group for group in groups if group.active)
 
 
 def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
@@ -139,13 +158,11 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     problem = ""
     if learns:
         wrapper = DistributedDataParallel._get_active_ddp_module()
-        # Before torch 2.13 a wrapper inside of another one says, when it is done, that none runs:
-        # so the innermost one whose `forward` has called this is looked for on the stack.
-        frame: FrameType | None = sys._getframe(1)
-        while wrapper is None and frame is not None:
-            if frame.f_code is DistributedDataParallel.forward.__code__:
-                wrapper = frame.f_locals["self"]
-            frame = frame.f_back
+        if wrapper is None:
+            # Before torch 2.13 a wrapper inside of another one says, when it is done, that none
+            # runs: so the innermost one whose `forward` has called this is looked for.
+            around = (each for each in callers() if isinstance(each, DistributedDataParallel))
+            wrapper = next(around, None)
         group = None if wrapper is None else wrapper.process_group
         if group is not None and not {*row.ranks} <= {*dist.get_process_group_ranks(group)}:
             problem = (
