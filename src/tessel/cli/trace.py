@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class WaitingPlace:
     """Where workers waited: a layer, in a pass, and what for."""
 
     layer: str
@@ -101,7 +101,7 @@ class Found:
     waits: dict[int, dict[int, float]]
     sent: dict[int, int]
     received: dict[int, int]
-    places: tuple[Place, ...]
+    places: tuple[WaitingPlace, ...]
     left_out: dict[int, int]
 
 
@@ -141,7 +141,7 @@ def read(path: str | Path) -> Found:
         waits,
         sent,
         received,
-        tuple(Place(*where, sum(each), len(each)) for where, each in longest),
+        tuple(WaitingPlace(*where, sum(each), len(each)) for where, each in longest),
         {int(worker): number for worker, number in about["left_out"].items()},
     )
 

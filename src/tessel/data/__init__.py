@@ -5,7 +5,7 @@ it. zarr and h5py are imported when a file of theirs is opened.
 """
 
 from tessel.data.dataset import PartDataset as PartDataset
-from tessel.data.dataset import Place as Place
+from tessel.data.dataset import SamplePart as SamplePart
 from tessel.data.files import load as load
 from tessel.data.files import save as save
 from tessel.data.loader import PartLoader as PartLoader

@@ -21,7 +21,7 @@ Where = Partition | Layout
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplePart:
     """Which part of which sample a transform has.
 
     Attributes:
@@ -51,7 +51,7 @@ class PartDataset(Dataset[Any]):
         where: a grid; or the layout of a sample; or one of these for each source. Axes of a layout
             that split no dimension, and not the batch, have copies.
         transform: `transform(sample, place)` gives a sample with the same shapes and dtypes, from
-            this worker's parts and a `Place`. Random numbers come from `place.generator`.
+            this worker's parts and a `SamplePart`. Random numbers come from `place.generator`.
         halo: how much around its part a worker reads for the transform, `(before, after)` for each
             dimension of a sample; or that for each source, or None. What the transform gives there
             is dropped.
@@ -70,7 +70,7 @@ class PartDataset(Dataset[Any]):
         sources: Any,
         where: Any,
         *,
-        transform: Callable[[Any, Place], Any] | None = None,
+        transform: Callable[[Any, SamplePart], Any] | None = None,
         halo: Any = None,
     ) -> None:
         self._sources: list[Source]
@@ -206,14 +206,16 @@ class PartDataset(Dataset[Any]):
             parts.append(source.read(index, read[-1]))
         # Where nobody has values there is nothing to transform, which many functions would refuse.
         if self._transform is not None and any(part.numel() for part in parts):
-            parts = self._transformed(parts, Place(index, self._formed(read), _generator(seed)))
+            parts = self._transformed(
+                parts, SamplePart(index, self._formed(read), _generator(seed))
+            )
         cropped = (
             part[boxes.within(box, around)].contiguous()
             for part, box, around in zip(parts, own, read, strict=True)
         )
         return self._formed([*cropped])
 
-    def _transformed(self, parts: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
+    def _transformed(self, parts: list[torch.Tensor], place: SamplePart) -> list[torch.Tensor]:
         assert self._transform is not None
         found = self._for_each(self._transform(self._formed(parts), place))
         for part, new in zip(parts, found, strict=True):

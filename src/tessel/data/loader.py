@@ -103,7 +103,7 @@ class PartLoader:
         )
         self._processes, self._ahead, self._pins = num_workers, prefetch_factor, pin_memory
         self._device, self._context = device, multiprocessing_context
-        self._reader = _Reader(dataset)
+        self._reader = _RequestReader(dataset)
         self._index = torch.accelerator.current_device_index() if pin_memory else 0
 
     @property
@@ -210,7 +210,7 @@ class PartLoader:
         return [each.pin_memory() for each in parts] if parts and self._pins else parts
 
 
-class _Reader(Dataset[Any]):
+class _RequestReader(Dataset[Any]):
     """Reads this worker's part of a batch; None if it has none of the samples."""
 
     def __init__(self, dataset: PartDataset) -> None:

@@ -56,7 +56,7 @@ def trace(path: str | os.PathLike[str], *, limit: int = recorder.LIMIT) -> Itera
     >>> with tessel.trace(file.name):
     ...     y = torch.nn.Conv1d(1, 1, 3)(torch.ones(1, 1, 8))
     """
-    block = Block(path, limit)
+    block = TracedBlock(path, limit)
     block.meet()
     block.begin()
     try:
@@ -67,7 +67,7 @@ def trace(path: str | os.PathLike[str], *, limit: int = recorder.LIMIT) -> Itera
     block.end_together()
 
 
-class Block:
+class TracedBlock:
     """One trace, as one worker sees it.
 
     Args:
@@ -75,7 +75,7 @@ class Block:
         limit: of events.
     """
 
-    _open: list[Block] = []  # noqa: RUF012  # those that record now, in this process
+    _open: list[TracedBlock] = []  # noqa: RUF012  # those that record now, in this process
     _recorder: recorder.Recorder | None = None
 
     def __init__(self, path: str | os.PathLike[str], limit: int) -> None:
@@ -114,10 +114,10 @@ class Block:
 
     def begin(self) -> None:
         """Record from here on."""
-        if Block._recorder is None:
-            Block._recorder = recorder.switch_on(self.limit)
-        Block._open.append(self)
-        self._recorder = Block._recorder
+        if TracedBlock._recorder is None:
+            TracedBlock._recorder = recorder.switch_on(self.limit)
+        TracedBlock._open.append(self)
+        self._recorder = TracedBlock._recorder
         self._recorder.limit = max(self._recorder.limit, self.limit)
         self.began = time.monotonic_ns()
 
@@ -125,10 +125,10 @@ class Block:
         """Record no longer; what was noted."""
         ended = time.monotonic_ns()
         assert self._recorder is not None
-        Block._open.remove(self)
-        if not Block._open:
+        TracedBlock._open.remove(self)
+        if not TracedBlock._open:
             recorder.switch_off(self._recorder)
-            Block._recorder = None
+            TracedBlock._recorder = None
         part = part_of(self._recorder, self.worker, self.host, self.began, ended)
         if part["left_out"]:
             warnings.warn(
@@ -233,7 +233,7 @@ def _collected(part: Part) -> list[Part]:
 
 # -- whole programs -------------------------------------------------------------------------------
 
-_program: Block | None = None
+_program: TracedBlock | None = None
 
 
 def begin_program() -> None:
@@ -242,7 +242,7 @@ def begin_program() -> None:
     path = text(VARIABLE)
     if path is None or _program is not None:
         return
-    _program = Block(path, recorder.LIMIT)
+    _program = TracedBlock(path, recorder.LIMIT)
     _program.begin()
     atexit.register(end_program)
 
