@@ -10,7 +10,7 @@ import torch
 
 import tessel
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind tests/common
 import launches
 
 SECONDS = 200.0

@@ -22,7 +22,9 @@ from tessel.operators.explanation import explain_plan
 from tessel.operators.layouts import box_of, common_numel, share_inside
 from tessel.operators.rates import Machine, Network, Rates, built_in, known_machine
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(
+    str(Path(__file__).resolve().parents[2] / "benchmarks")
+)  # behind tests/common, which has modules of the same names
 import jean_zay
 
 C64 = torch.complex64

@@ -534,22 +534,21 @@ def _exchange_at_once(recorder: Recorder, own: Function) -> Function:
     return exchange
 
 
-def _all_reduce(recorder: Recorder, own: Function) -> Function:
-    """A sum that the library of the GPUs makes, in a ring; the result waits for it."""
+def _on_devices(recorder: Recorder, own: Function) -> Function:
+    """A collective that the library of the GPUs makes, in a ring; the result waits for it."""
 
-    def all_reduce(group: Group, total: torch.Tensor) -> Callable[[], None]:
+    def start(
+        group: Group, name: str, size: int, begin: Callable[[], Callable[[], None]]
+    ) -> Callable[[], None]:
         notes = recorder.thread()
         event = _exchange_event(notes)
         event.key = recorder.number(group._key())
-        event.way = f"all-reduce of {torch.distributed.get_backend(group.handle)}"
-        size, place = (
-            2 * total.nbytes * (group.size - 1) // group.size,
-            group.workers.index(this_worker()),
-        )
+        event.way = f"{name} of {torch.distributed.get_backend(group.handle)}"
+        place = group.workers.index(this_worker())
         event.sent = {group.workers[(place + 1) % group.size]: size}
         event.received = {group.workers[place - 1]: size}
         event.others = group.workers
-        wait = _inside(recorder, notes, event, lambda: own(group, total))
+        wait = _inside(recorder, notes, event, lambda: own(group, name, size, begin))
 
         def arrive() -> None:
             here = recorder.thread()
@@ -560,7 +559,7 @@ def _all_reduce(recorder: Recorder, own: Function) -> Function:
 
         return arrive
 
-    return all_reduce
+    return start
 
 
 def _way(group: Group, device: torch.device, dense: bool) -> str:
@@ -672,7 +671,7 @@ _WRAPPED: tuple[tuple[Any, str, Callable[[Recorder, Function], Function]], ...] 
     (Group, "exchange", _exchange),
     (Group, "exchange_at_once", _exchange_at_once),
     (Group, "bring", _exchange_at_once),
-    (Group, "all_reduce", _all_reduce),
+    (Group, "_on_devices", _on_devices),
     (Group, "sum", _sum),
     (Group, "share", _agreement),
     (Group, "attempt_by_wire", _by_wire),

@@ -219,12 +219,18 @@ class Group:
         """
         # as a ring sends and receives it
         length = 2 * sum(each.nbytes for each in totals) * (self.size - 1) // self.size
-        return self._on_devices(length, lambda: wire.all_reduce(totals, self.handle))
+        return self._on_devices("all-reduce", length, lambda: wire.all_reduce(totals, self.handle))
 
     def _on_devices(
-        self, length: int, start: Callable[[], Callable[[], None]]
+        self, name: str, length: int, start: Callable[[], Callable[[], None]]
     ) -> Callable[[], None]:
-        """Start a collective of NCCL that sends so many bytes; what lets the GPU wait for it."""
+        """Start a collective of NCCL that sends so many bytes; what lets the GPU wait for it.
+
+        Args:
+            name: of the collective, for traces.
+            length: how many bytes it sends, and receives.
+            start: starts it, and gives what waits.
+        """
         traffic, key = self._membership.traffic, self._key()
         traffic.messages += 1
         traffic.bytes_sent += length
@@ -248,7 +254,7 @@ class Group:
             found.extend(rows)
             return wait
 
-        self._on_devices(length, start)()
+        self._on_devices("all-gather", length, start)()
         return found
 
     def exchange_at_once(

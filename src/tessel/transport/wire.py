@@ -118,10 +118,13 @@ def _only_place(receives: Sequence[ReceiveBuffer]) -> Tensor | None:
 def all_reduce(totals: Sequence[Tensor], handle: Any) -> Callable[[], None]:
     """Start the sums of contiguous tensors of a GPU over a group, in their places; what waits."""
     numbers = [torch.view_as_real(each) if each.is_complex() else each for each in totals]
+    if len(numbers) == 1:
+        alone: Any = dist.all_reduce(numbers[0], group=handle, async_op=True)
+        return lambda: alone.wait()  # (its result says nothing)
     with _one_launch(handle, numbers[0].device) as work:
         for each in numbers:
             dist.all_reduce(each, group=handle)
-    return lambda: work.wait()  # (its result says nothing)
+    return lambda: work.wait()
 
 
 def all_gather(parts: Sequence[Tensor], handle: Any) -> tuple[list[Tensor], Callable[[], None]]:
