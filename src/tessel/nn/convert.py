@@ -504,8 +504,12 @@ class Entrance(HasHandle):
             setting(belongs_elsewhere, lambda x: True),
         ):
             args, kwargs = nested(enter_part, (args, kwargs))
-            result = self.forward(*args, **kwargs)
-            self._check_no_whole(result)
+            try:
+                result = self.forward(*args, **kwargs)
+                self._check_no_whole(result)
+            except BaseException as error:  # others may still wait for this worker
+                P_x.prepare().give_up(error)
+                raise
         trace = current_trace.get()
         moves = [] if trace is None else [repr(each) for each in trace.operators]
         if (key, len(moves)) not in agreements:  # a call is traced several times

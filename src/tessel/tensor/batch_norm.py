@@ -33,16 +33,14 @@ _KINDS = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class BatchNorm:
-    """(x, w, b) to y, and to what its gradient needs: the mean, and the variance (1/s on a GPU).
+class KernelNorm:
+    """A norm of a split tensor by kernels: (x, w, b) to y, and to what its gradient needs.
 
     Args:
         gather: two moments of this worker's part to those of all places.
         total: the sum of two statistics over all workers.
         counts: how many values of a channel lie at each place.
         eps: what is added to the variance.
-        running: the running mean and variance, which are changed, or None.
-        momentum: how much the new ones count.
         composed: the same of functions that torch derives; it leaves running statistics alone.
     """
 
@@ -50,8 +48,6 @@ class BatchNorm:
     total: LinearOperator
     counts: tuple[int, ...]
     eps: float
-    running: Pair
-    momentum: float
     composed: Callable[..., Tensor]
 
     first_kept = 1  # y may be changed in place
@@ -59,6 +55,19 @@ class BatchNorm:
     @property
     def group(self) -> Group:
         return self.gather.group
+
+
+@dataclass(frozen=True)
+class BatchNorm(KernelNorm):
+    """To y, and to the mean and the variance (1/s on a GPU).
+
+    Args:
+        running: the running mean and variance, which are changed, or None.
+        momentum: how much the new ones count.
+    """
+
+    running: Pair
+    momentum: float
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         x, weight, bias = xs

@@ -14,7 +14,7 @@ Gradient:  of b, Σ g and of w, Σ g x̂, over samples and space, terms of a sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -22,39 +22,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.linop import LinearOperator
-from tessel.core.move import Move
 from tessel.core.numbers import constant
-from tessel.tensor.batch_norm import derived, gradient_of, gradient_sums
+from tessel.tensor.batch_norm import KernelNorm, derived, gradient_of, gradient_sums
 from tessel.tensor.moments import combined, local_moments
-from tessel.transport import Group
 
 
 @dataclass(frozen=True)
-class GroupNorm:
-    """(x, w, b) to y, and to the mean and variance of each sample's groups.
+class GroupNorm(KernelNorm):
+    """To y, and to the mean and variance of each sample's groups.
 
     Args:
-        gather: two moments of this worker's part to those of all places.
-        total: the sum of two statistics over all workers.
-        counts: how many values of a channel lie at each place.
         size: the number of channels of a group, all of which lie on one worker.
-        eps: what is added to the variance.
-        composed: the same of functions that torch derives.
     """
 
-    gather: Move
-    total: LinearOperator
-    counts: tuple[int, ...]
     size: int
-    eps: float
-    composed: Callable[..., Tensor]
-
-    first_kept = 1  # y may be changed in place
-
-    @property
-    def group(self) -> Group:
-        return self.gather.group
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         x, weight, bias = xs

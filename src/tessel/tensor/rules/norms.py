@@ -489,7 +489,7 @@ def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
     use = replication(gathering.statistics, gathering.axes)
     if use is None or not can_use_kernels(norm.x, *parameters, *running):
         return composed(norm.x, *parameters, track=norm.tracks)
-    kernels = BatchNorm(gathering.move, use.H, gathering.counts, eps, running, momentum, composed)
+    kernels = BatchNorm(gathering.move, use.H, gathering.counts, eps, composed, running, momentum)
     return normalize(kernels, norm.x, *parameters)
 
 
@@ -575,7 +575,7 @@ def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor
     if use is None or not (are_whole and on_processor and can_use_kernels(norm.x, *parameters)):
         return composed(norm.x, *parameters)
     kernels = GroupNorm(
-        groups.move, use.H, groups.counts, groups.size, eps, lambda *xs: composed(*xs)[0]
+        groups.move, use.H, groups.counts, eps, lambda *xs: composed(*xs)[0], groups.size
     )
     y, mean, variance = record_map(kernels, norm.x, *parameters)
     return y, mean, variance
