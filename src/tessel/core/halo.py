@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -20,8 +21,8 @@ from tessel.core import boxes
 from tessel.core.boxes import Box, Region
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator, in_transform, record, record_several
+from tessel.core.move import Apart
 from tessel.core.plan import Plan, plan
-from tessel.transport import ReceiveBuffer, SendBuffer
 
 Parts = dict[int, Tensor]  # by worker
 
@@ -92,8 +93,7 @@ class Halo(LinearOperator):
 
     def start(self, x: Tensor) -> Callable[[], Parts]:
         """Send what others read of this part; the result waits for what comes."""
-        sends = {piece.peer: x[piece.region] for piece in self._plan.gives}
-        return self._swap(sends, {piece.peer: piece.shape for piece in self._plan.arrives}, x)
+        return _by_peer(self._there, x)
 
     def finish(self, arrived: Parts, like: Tensor) -> Tensor:
         """Put what came into the strips."""
@@ -106,11 +106,14 @@ class Halo(LinearOperator):
     def start_adjoint(self, y: Tensor) -> Callable[[], Parts]:
         """Send what the strips hold back to where it came from."""
         # Zeros: of what a peer sends, forward, the strips may leave something out.
-        sends = {piece.peer: y.new_zeros(piece.shape) for piece in self._plan.arrives}
+        arrives = self._plan.arrives
+        flat = y.new_zeros(sum(piece.numel for piece in arrives))
+        parts = flat.split([piece.numel for piece in arrives]) if arrives else ()
+        sends = {piece.peer: p.view(piece.shape) for piece, p in zip(arrives, parts, strict=True)}
         views = self.split(y.contiguous())
         for peer, strip, there, here in self._copies:
             sends[peer][here].copy_(views[strip][there])
-        return self._swap(sends, {piece.peer: piece.shape for piece in self._plan.gives}, y)
+        return _by_peer(self._back, flat)
 
     def finish_adjoint(self, arrived: Parts, like: Tensor) -> Tensor:
         """What came, where it belongs, and zeros elsewhere."""
@@ -145,18 +148,26 @@ class Halo(LinearOperator):
                     found.append((piece.peer, number, strip.region(part), boxes.within(part, sent)))
         return found
 
-    def _swap(self, sends: Parts, shapes: dict[int, Shape], like: Tensor) -> Callable[[], Parts]:
-        """Start the messages; the result waits for those that come."""
-        into = {peer: like.new_empty(shape) for peer, shape in shapes.items()}
-        messages = [SendBuffer(peer, part) for peer, part in sends.items()]
-        receives = [ReceiveBuffer(peer, place) for peer, place in into.items()]
-        wait = self.group.exchange(messages, receives, like.device)
+    @cached_property
+    def _there(self) -> Apart:
+        """The messages, forward: from the part."""
+        return Apart(self.group, self._plan.gives, self._plan.arrives, False)
 
-        def arrive() -> Parts:
-            wait()
-            return into
+    @cached_property
+    def _back(self) -> Apart:
+        """Those of the adjoint: from a flat tensor that has what goes to each peer, in order."""
+        arrives = self._plan.arrives
+        ends = accumulate((piece.numel for piece in arrives), initial=0)
+        gives = [
+            replace(piece, region=(slice(*span),))
+            for piece, span in zip(arrives, pairwise(ends), strict=True)
+        ]
+        return Apart(self.group, gives, self._plan.gives, False)
 
-        return arrive
+
+def _by_peer(exchange: Apart, x: Tensor) -> Callable[[], Parts]:
+    wait = exchange.start(x)
+    return lambda: dict(zip(exchange.peers, wait(), strict=True))
 
 
 class AsyncHalo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -35,8 +36,9 @@ UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 # through them one by one: along the first dimension of 256×128×256 complex64 16 ms, not 39.
 STEP, GAP = 2048, 128
 MOST_PROGRAMS = 64  # that a stage remembers
-# how tensors lie: dtype, strides of input and output, and whether the own part is there already
-Lies = tuple[torch.dtype, Shape, Shape, bool]
+# how tensors lie: dtype, strides of input and output, whether the own part is there already; and
+# whether the exchange is started before it is waited for
+Lies = tuple[torch.dtype, Shape, Shape, bool, bool]
 
 
 @dataclass(frozen=True, repr=False)
@@ -267,7 +269,10 @@ class Stage:
             return lambda: done
         x = shaped(x, self.plan.source_shape)
         y = self._room(x)
-        wait = self.group.exchange(self._sends(x), self._receives(y), x.device, self.plan.dense)
+        program = self._program(x, y, False, early=True) if self.plan.once else None
+        prepared = None if program is None else (program, y, x)
+        sends, receives = self._sends(x), self._receives(y)
+        wait = self.group.exchange(sends, receives, x.device, self.plan.dense, prepared)
 
         def arrive() -> Tensor:
             wait()
@@ -277,32 +282,31 @@ class Stage:
 
     def begin_apart(self, x: Tensor) -> Callable[[], list[Tensor]]:
         """Send what others need; the result gives all pieces, of which the own one is a view."""
-        plan, worker = self.plan, transport.this_worker()
-        sends = [SendBuffer(piece.peer, _part(x, piece)) for piece in plan.gives]
-        pieces = [
-            _part(x, plan.kept)
-            if plan.kept is not None and piece.peer == worker
-            else x.new_empty(piece.shape)
-            for piece in plan.takes
-        ]
-        receives = [
-            ReceiveBuffer(piece.peer, room)
-            for piece, room in zip(plan.takes, pieces, strict=True)
-            if piece.peer != worker
-        ]
-        wait = self.group.exchange(sends, receives, x.device, plan.dense)
+        kept, worker = self.plan.kept, transport.this_worker()
+        wait = self._apart.start(x)
 
         def arrive() -> list[Tensor]:
-            wait()
-            return pieces
+            others = iter(wait())
+            return [
+                _part(x, kept) if kept is not None and piece.peer == worker else next(others)
+                for piece in self.plan.takes
+            ]
 
         return arrive
 
-    def complete(self, y: Tensor) -> None:
+    @cached_property
+    def _apart(self) -> Apart:
+        own = None if self.plan.kept is None else transport.this_worker()
+        others = [piece for piece in self.plan.takes if piece.peer != own]
+        return Apart(self.group, self.plan.gives, others, self.plan.dense)
+
+    def complete(self, y: Tensor, own: Tensor | None = None) -> None:
         """Send this worker's part of the output; what comes from others is put beside it."""
-        sends = [SendBuffer(piece.peer, _part(self.own(y), piece)) for piece in self.plan.gives]
-        receives = self._receives(y, is_there=True)
-        self.group.exchange(sends, receives, y.device, self.plan.dense)()
+        own = self.own(y) if own is None else own
+        if not self._follow(own, y, is_there=True):
+            sends = [SendBuffer(piece.peer, _part(own, piece)) for piece in self.plan.gives]
+            receives = self._receives(y, is_there=True)
+            self.group.exchange_at_once(sends, receives, y.device, self.plan.dense)
 
     def own(self, y: Tensor) -> Tensor:
         """What of the output comes from this worker itself."""
@@ -321,11 +325,8 @@ class Stage:
         y = x.new_empty(second.plan.target_shape)
         own = second.own(y)
         self(x, own)
-        plan = second.plan
-        if not plan.silent and not second._follow(own, y, is_there=True):
-            sends = [SendBuffer(piece.peer, _part(own, piece)) for piece in plan.gives]
-            receives = second._receives(y, is_there=True)
-            second.group.exchange_at_once(sends, receives, y.device, plan.dense)
+        if not second.plan.silent:
+            second.complete(y, own)
         return y
 
     def _room(self, like: Tensor, given: Tensor | None = None) -> Tensor:
@@ -398,17 +399,8 @@ class Stage:
 
     def _follow(self, x: Tensor, y: Tensor, is_there: bool) -> bool:
         """Make the exchange along its program, if it has one and the tensors are plain."""
-        if not is_plain(x):
-            return False
-        key = x.dtype, x.stride(), y.stride(), is_there
-        program = self._programs.get(key)
+        program = self._program(x, y, is_there)
         if program is None:
-            program = None if key in self._programs else self._remembered(key)
-            if program is None:
-                return False
-        # A peer reads large tensors straight from this process's memory, which the kernel refuses
-        # for pinned pages.
-        if type(y) is not Tensor or (program.readers and is_pinned(x)):
             return False
         landed = self.group.follow(program, y, x)
         if landed not in (program.length, NOTHING):  # Python does what the engine has left
@@ -418,6 +410,18 @@ class Stage:
             self.group.finish(program, x, rest, own)
         return landed != NOTHING
 
+    def _program(
+        self, x: Tensor, y: Tensor, is_there: bool, early: bool = False
+    ) -> CopyProgram | None:
+        """That of the exchange from x to y, if there is one and the tensors are plain."""
+        if not is_plain(x):
+            return None
+        key = x.dtype, x.stride(), y.stride(), is_there, early
+        program = self._programs.get(key)
+        if program is None and key not in self._programs:
+            program = self._remembered(key)
+        return program if program is not None and _can_follow(program, x, y) else None
+
     def _remembered(self, key: Lies) -> CopyProgram | None:
         """Make the program for tensors that lie like this, or learn that there is none."""
         # What is forgotten is made again, by this worker alone: others need not forget with it.
@@ -425,14 +429,75 @@ class Stage:
             self._programs.clear()
         program = None
         if not self.plan.silent:
-            dtype, x_steps, y_steps, is_there = key
+            dtype, x_steps, y_steps, is_there, early = key
             leaves = self.plan.gives if is_there else self.plan.outgoing
             incoming = self._incoming(is_there)
             gives = [(piece.peer, Place(piece.region, x_steps)) for piece in leaves]
             takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in incoming]
-            program = self.group.program(dtype, gives, takes)
+            program = self.group.program(dtype, gives, takes, early)
         self._programs[key] = program
         return program
+
+
+class Apart:
+    """An exchange in which what comes is not put together: its pieces lie in one flat tensor.
+
+    Args:
+        group: who takes part.
+        gives: parts of the tensor that others get; their shapes are those that the others expect.
+        takes: the shapes of what comes, and from whom.
+        dense: whether everybody has something for everybody.
+    """
+
+    def __init__(
+        self, group: transport.Group, gives: Sequence[Piece], takes: Sequence[Piece], dense: bool
+    ) -> None:
+        self._group, self._gives, self._takes, self._dense = group, gives, takes, dense
+        self._lengths = [piece.numel for piece in takes]
+        self.peers = [piece.peer for piece in takes]  # from whom something comes
+        self._programs: dict[tuple[torch.dtype, Shape], CopyProgram | None] = {}
+
+    def start(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Send; the result waits for what comes, and gives it in the order of `takes`."""
+        flat = x.new_empty(sum(self._lengths))
+        parts = flat.split(self._lengths) if self._lengths else ()
+        pieces = [part.view(each.shape) for part, each in zip(parts, self._takes, strict=True)]
+        sends = [SendBuffer(each.peer, shaped(x[each.region], each.shape)) for each in self._gives]
+        receives = [
+            ReceiveBuffer(p.peer, room) for p, room in zip(self._takes, pieces, strict=True)
+        ]
+        program = self._program(x)
+        prepared = (program, flat, x) if program and _can_follow(program, x, flat) else None
+        wait = self._group.exchange(sends, receives, x.device, self._dense, prepared)
+
+        def arrive() -> list[Tensor]:
+            wait()
+            return pieces
+
+        return arrive
+
+    def _program(self, x: Tensor) -> CopyProgram | None:
+        if not is_plain(x):
+            return None
+        key = x.dtype, x.stride()
+        if key not in self._programs:
+            if len(self._programs) >= MOST_PROGRAMS:
+                self._programs.clear()
+            ends = [*accumulate(self._lengths, initial=0)]
+            gives = [(piece.peer, Place(piece.region, x.stride())) for piece in self._gives]
+            takes = [
+                (piece.peer, Place((slice(*span),), (1,)), False)
+                for piece, span in zip(self._takes, pairwise(ends), strict=True)
+            ]
+            self._programs[key] = self._group.program(x.dtype, gives, takes, early=True)
+        return self._programs[key]
+
+
+def _can_follow(program: CopyProgram, x: Tensor, y: Tensor) -> bool:
+    """Whether the engine may write to y, and others may read x."""
+    # A peer reads large tensors straight from this process's memory, which the kernel refuses
+    # for pinned pages.
+    return type(y) is Tensor and not (program.readers and is_pinned(x))
 
 
 def _part(x: Tensor, piece: Piece) -> Tensor:

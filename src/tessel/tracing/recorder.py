@@ -487,18 +487,19 @@ def _exchange(recorder: Recorder, own: Function) -> Function:
     """Messages that are started; the result waits for them."""
 
     def exchange(
-        group: Group, sends: Any, receives: Any, device: Any, dense: bool = False
+        group: Group, sends: Any, receives: Any, device: Any, dense: bool = False, *prepared: Any
     ) -> Callable[[], None]:
         notes = recorder.thread()
+        act = partial(own, group, sends, receives, device, dense, *prepared)
         if notes.is_inside:
-            return own(group, sends, receives, device, dense)
+            return act()
         event = _exchange_event(notes)
         event.key = recorder.number(group._key())
         event.way = _way(group, device, dense)
         _fill(event, sends, receives)
         come, event.received = event.received, {}
         readers, event.others = event.others, ()
-        wait = _inside(recorder, notes, event, lambda: own(group, sends, receives, device, dense))
+        wait = _inside(recorder, notes, event, act)
 
         def arrive() -> None:
             here = recorder.thread()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
+from collections.abc import Sequence
 
+from tessel.transport.copy_program import YIELD_NS, engine, waiting_words
 from tessel.transport.wakeup import Wakeup
 
 # A worker that has a core looks again at once: waking it would take longer than most waits. If it
@@ -15,6 +18,8 @@ SPINS_FOR_HOSTS = 40  # the same, where a worker may wait for what another host 
 YIELDS = 100  # looks after each of which another process may run
 NAP = 0.05  # seconds of sleep, unless another worker notifies this one
 SHORT_NAP = 5e-4  # the same, for one that also looks after messages between hosts
+# nanoseconds for which the engine looks in the place of so many looks: to be woken takes some 50 µs
+SPIN_NS_OF = {SPINS: 1_000_000, SPINS_FOR_HOSTS: 200_000, 0: YIELD_NS}
 
 
 class Backoff:
@@ -51,6 +56,21 @@ class Backoff:
         else:
             return not self._wakeup.wait(SHORT_NAP if is_busy else NAP)
         return False
+
+    def await_any(self, semaphores: Sequence[int]) -> bool:
+        """Let the engine look in Python's place; whether none was raised for as long as a nap.
+
+        Args:
+            semaphores: addresses of those that this worker has just seen at 0.
+        """
+        if not self._pauses:
+            self._since = time.monotonic()
+        spin = 0 if self._pauses else SPIN_NS_OF[self._spins]
+        self._pauses = self._spins + 1
+        nap, yields = round(1e9 * NAP), not self._spins
+        head = waiting_words(0, 0, len(semaphores), spin, yields, nap, self._wakeup.addresses)
+        words = array("q", [*head, *semaphores])
+        return not engine.await_any(words.buffer_info()[0])
 
     def end(self) -> None:
         """Something happened: the next pause is a short one."""

@@ -35,12 +35,14 @@ from tessel.transport.constants import (
     NUM_FREE,
     NUM_TAKEN,
     PART,
+    POSTED,
     SIZE,
     SLOT,
     SLOTS,
     USED,
     WHOLE,
 )  # fmt: skip
+from tessel.transport.copy_program import StartedExchange
 from tessel.transport.reading import Reader
 from tessel.transport.request import (
     FailedMessage,
@@ -238,15 +240,25 @@ class Outgoing(Channel):
                 self.queue.popleft()
             self._publish()
 
-    def await_readers(self, message: Rendezvous) -> bool:
-        """Keep what the engine let others read last until they have; whether they still read."""
+    def await_readers(self, message: Rendezvous, filled: int = 0) -> bool:
+        """Keep what the engine let others read until they have; whether they still read.
+
+        Args:
+            message: what they read.
+            filled: how many slots were filled with it; 0 for what they were given last.
+        """
         self._look_for_free()
-        number = self.state[LAST_DIRECT] - 1
+        number = (filled or self.state[LAST_DIRECT]) - 1
         if number < self.state[NUM_EMPTIED]:
             return False
         self._unread = deque(sorted([*self._unread, (number, message)], key=lambda each: each[0]))
         self.state[IS_BUSY] = True
         return True
+
+    def was_read(self, filled: int) -> bool:
+        """Whether the receiver has emptied so many slots."""
+        self._look_for_free()
+        return self.state[NUM_EMPTIED] >= filled
 
     @property
     def is_busy(self) -> bool:
@@ -292,21 +304,36 @@ class Incoming(Channel):
         self.is_ordered = True  # unless several threads of a worker send at once
         self._unexpected_messages: list[UnexpectedMessage] = []
         self._current: ReceiveRequest | ReceiveWords | UnexpectedMessage | None = None
-        self.state = array("q", [0, 0])
+        # what the engine takes by itself when it comes: of exchanges, their receive of this number
+        self.posted: list[tuple[StartedExchange, int]] = []
+        self.state = array("q", [0, 0, 0])
 
     def expect(self, request: ReceiveRequest | ReceiveWords) -> None:
         """Let a request wait for its message."""
+        self.adopt()
         self.expected.append(request)
         self.state[IS_ACTIVE] = True
+
+    def adopt(self) -> None:
+        """Let Python wait for what the engine was asked to take, in the same order."""
+        if self.state[POSTED]:
+            for started, number in self.posted:
+                if not started.has_come(number):
+                    request = started.request(number, self._places[2])
+                    self.expected.append(request)
+            self.posted.clear()
+            self.state[POSTED], self.state[IS_ACTIVE] = 0, True
 
     @property
     def is_asked(self) -> bool:
         """Whether somebody waits for a message, and it may come now."""
-        return any(request.is_open for request in self.expected)
+        return bool(self.state[POSTED]) or any(request.is_open for request in self.expected)
 
     def pull(self) -> bool:
         """Take what came, up to the end of one message; whether anything did."""
         moved = False
+        if self.state[POSTED] and self.has_something:
+            self.adopt()
         while self.filled.try_wait():
             moved, slot = True, self._next_slot()
             try:
@@ -335,7 +362,7 @@ class Incoming(Channel):
                 moved = True
             else:
                 waiting[unexpected.key] = waiting.get(unexpected.key, 0) + 1
-        self.state[IS_ACTIVE] = not self.is_quiet
+        self.state[IS_ACTIVE] = self._is_active
         return moved
 
     def take(self, key: Key, place: Tensor, adds: bool, num_bytes: int) -> bool | None:
@@ -343,6 +370,7 @@ class Incoming(Channel):
 
         Then the tensor has to be expected.
         """
+        self.adopt()
         if self.state[IS_ACTIVE]:
             return None
         if not self.filled.try_wait():
@@ -368,7 +396,12 @@ class Incoming(Channel):
     @property
     def is_quiet(self) -> bool:
         """Whether nobody waits for a message, and none waits for somebody."""
-        return not (self.expected or self._unexpected_messages or self._current)
+        return not (self._is_active or self.state[POSTED])
+
+    @property
+    def _is_active(self) -> bool:
+        """The same, as far as Python waits."""
+        return bool(self.expected or self._unexpected_messages or self._current)
 
     def _next_slot(self) -> Slot:
         """The slot that was filled next."""

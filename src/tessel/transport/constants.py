@@ -17,8 +17,13 @@ RENDEZVOUS, FAILED = -1, -2
 NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)
 USED = FREE + SLOTS
 LAST_DIRECT = USED + SLOTS
-# the words of a receiver's state
-NUM_TAKEN, IS_ACTIVE = range(2)
+# the words of a receiver's state; POSTED is the address of the first receive that the engine makes
+# when its message comes, each of which names the next
+NUM_TAKEN, IS_ACTIVE, POSTED = range(3)
+# the words of such a receive: the next one, its message, where it belongs, and whether it came;
+# before all those of an exchange come, for each send, how many slots were filled with it, if others
+# read it where it is
+NEXT, ASKED_GROUP, ASKED_CALL, ASKED_ENTRY, ASKED_Y, HAS_COME, RECEIVE = range(7)
 # the words of a rendezvous: where a tensor lies
 START, RUN_LENGTH, NUM_COUNTS, COUNTS = range(4)
 MOST_DIMS = 30

@@ -16,19 +16,23 @@ import torch
 from torch import Tensor
 
 from tessel.settings import chosen
+from tessel.transport.buffers import ReceiveBuffer
 from tessel.transport.constants import (
     COPIES,
     DIMS,
     ENTRIES,
     FLOAT32,
     FLOAT64,
+    HAS_COME,
     INT8,
     INT16,
     INT32,
     INT64,
     MOST_DIMS,
     MOST_TERMS,
+    RECEIVE,
 )  # fmt: skip
+from tessel.transport.request import Key, ReceiveRequest
 from tessel.transport.traffic import Traffic
 
 try:
@@ -175,22 +179,78 @@ class CopyProgram:
         ends = {(each.target.start, each.target.shape) for each in takes}
         together = len(ends) == 1 and not any(each.num_loops for each in takes)
         is_blocked = together and 1 < len(takes) <= MOST_TERMS
-        backoff = [YIELD_NS if yields else SPIN_NS, yields, NAP_NS, *wakeup]
-        head = [code, len(gives), len(takes), *backoff, is_large, is_blocked]
-        assert len(head) == ENTRIES
+        spin = YIELD_NS if yields else SPIN_NS
+        counts = len(gives), len(takes)
+        head = waiting_words(code, *counts, spin, yields, NAP_NS, wakeup, is_large, is_blocked)
         entries = (word for each in (*gives, *takes) for word in each.words(dtype))
         self._words = array("q", [*head, *entries])
         self.address = self._words.buffer_info()[0]
         self.length = len(takes)
-        self._messages = len(gives)
+        self.num_gives = len(gives)
         self._bytes_sent = _num_bytes(gives, dtype)
         self._bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
 
     def count(self, totals: Traffic) -> None:
         """Add what travels along it to the totals."""
-        totals.messages += self._messages
+        totals.messages += self.num_gives
         totals.bytes_sent += self._bytes_sent
         totals.bytes_received += self._bytes_received
+
+
+class StartedExchange:
+    """An exchange that the engine has begun, with all that must live until it is complete.
+
+    Args:
+        program: of the exchange; nothing in it is added.
+        key: of its messages.
+        x: what others may read where it is.
+        receives: the places of what comes, in the order of the program.
+
+    Attributes:
+        requests: what Python waits for, by the number of the receive.
+    """
+
+    def __init__(
+        self, program: CopyProgram, key: Key, x: Tensor, receives: Sequence[ReceiveBuffer]
+    ) -> None:
+        self.program, self.key, self.x, self.receives = program, key, x, receives
+        self.requests: dict[int, ReceiveRequest] = {}
+        self._words = array("q", bytes(8 * (program.num_gives + RECEIVE * program.length)))
+        self.address = self._words.buffer_info()[0]
+
+    def has_come(self, number: int) -> bool:
+        """Whether the engine has put the message of a receive into its place."""
+        return bool(self._words[self.program.num_gives + RECEIVE * number + HAS_COME])
+
+    def request(self, number: int, slot_size: int) -> ReceiveRequest:
+        """A receive as one that Python makes."""
+        place = self.receives[number].place
+        request = ReceiveRequest(self.key, place, False, slot_size, is_open=True)
+        self.requests[number] = request
+        return request
+
+    @property
+    def readers(self) -> list[tuple[int, int]]:
+        """Who reads something where it is, with how many slots were filled when it was named."""
+        filled = (each for each in self._words[: self.program.num_gives] if each)
+        return list(zip(self.program.readers, filled, strict=True))
+
+
+def waiting_words(
+    code: int,
+    num_gives: int,
+    num_takes: int,
+    spin: int,
+    yields: bool,
+    nap: int,
+    wakeup: tuple[int, int],
+    is_large: bool = False,
+    is_blocked: bool = False,
+) -> list[int]:
+    """The head of a program, which says how long it waits: nanoseconds, and whom others wake."""
+    head = [code, num_gives, num_takes, spin, yields, nap, *wakeup, is_large, is_blocked]
+    assert len(head) == ENTRIES
+    return head
 
 
 def _num_bytes(steps: Iterable[CopyStep], dtype: torch.dtype) -> int:

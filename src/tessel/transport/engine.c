@@ -315,6 +315,34 @@ static int take(const word *entry, char *y) {
     return 1;
 }
 
+/* --- receives of exchanges that were started: their messages are taken whenever somebody looks */
+
+/* Take the next message if an exchange that was started asks for it: 1 if so, 0 if nothing came, -1 if something else. */
+static int take_posted(const word *entry) {
+    word *state = state_of(entry), *before = state + POSTED;
+    int count = 0;
+    sem_getvalue(filled(entry), &count);
+    if (count <= 0) return 0;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    const word *head = header(entry, state[NUM_TAKEN]);
+    for (word *one = (word *)*before; one; before = one + NEXT, one = (word *)*before) {
+        if (one[ASKED_GROUP] != head[GROUP] || one[ASKED_CALL] != head[CALL]) continue;
+        const word *asked = (const word *)one[ASKED_ENTRY];
+        /* what comes in pieces, or is too long, or not at all, is for Python */
+        if (has_come(asked, head[GROUP], head[CALL]) < 0 || !take(asked, (char *)one[ASKED_Y])) return -1;
+        *before = one[NEXT];
+        one[HAS_COME] = 1;
+        return 1;
+    }
+    return -1;
+}
+
+static void post(const word *entry, word *one) {
+    word *last = state_of(entry) + POSTED;
+    while (*last) last = (word *)*last + NEXT;
+    *last = (word)one;
+}
+
 /* --- backoff: look at once, then let others run in between, then sleep until another worker notifies this one */
 
 static _Thread_local int holds_python; /* whether this thread holds Python's lock */
@@ -372,12 +400,32 @@ static int pause_once(struct backoff *p) {
     return 1;
 }
 
+/* Wait until one of several semaphores is not 0, as long as backoff lasts; whether one is. */
+static int await_any(const word *waiting) {
+    struct backoff backoff = begin_waiting(waiting);
+    const word *semaphores = waiting + ENTRIES;
+    int count = 0;
+    do
+        for (word i = 0; i < waiting[NUM_TAKES] && count <= 0; i++)
+            sem_getvalue((sem_t *)semaphores[i], &count);
+    while (count <= 0 && pause_once(&backoff));
+    end_waiting(&backoff);
+    return count > 0;
+}
+
+/* The same as `has_come`, behind what exchanges asked for that were started before. */
+static int look_for(const word *entry, word code, word call) {
+    int found = has_come(entry, code, call);
+    while (found < 0 && take_posted(entry) > 0) found = has_come(entry, code, call);
+    return found;
+}
+
 /* Wait for what is asked for; whether it came. */
 static int await_entry(const word *entry, const word *program, word call) {
-    int found = has_come(entry, program[CODE], call);
+    int found = look_for(entry, program[CODE], call);
     if (found) return found > 0;
     struct backoff backoff = begin_waiting(program);
-    while (!found && pause_once(&backoff)) found = has_come(entry, program[CODE], call);
+    while (!found && pause_once(&backoff)) found = look_for(entry, program[CODE], call);
     end_waiting(&backoff);
     return found > 0;
 }
@@ -450,17 +498,23 @@ static long take_in_order(const word *program, const word *entry, char *y, const
     return (long)program[NUM_TAKES];
 }
 
+/* The first of the takes, if there is room for all that is given and Python waits for nothing; else NULL. */
+static const word *ready(const word *program) {
+    const word *takes = program + ENTRIES, *entry;
+    for (word i = 0; i < program[NUM_GIVES]; i++, takes += takes[LENGTH])
+        if (!has_room(takes)) return NULL;
+    entry = takes;
+    for (word i = 0; i < program[NUM_TAKES]; i++, entry += entry[LENGTH])
+        if (entry[CONTROL] && state_of(entry)[IS_ACTIVE]) return NULL;
+    return takes;
+}
+
 /* How many of the entries were taken, in their order. */
 static long run(const word *program, char *y, const char *x, word call) {
     const word num_gives = program[NUM_GIVES], num_takes = program[NUM_TAKES];
-    const word *gives = program + ENTRIES, *takes = gives, *entry;
     word since = is_clocked ? now() : 0;
-    for (word i = 0; i < num_gives; i++, takes += takes[LENGTH])
-        if (!has_room(takes)) return NOTHING;
-    entry = takes;
-    for (word i = 0; i < num_takes; i++, entry += entry[LENGTH])
-        if (entry[CONTROL] && state_of(entry)[IS_ACTIVE]) return NOTHING;
-    entry = gives;
+    const word *gives = program + ENTRIES, *takes = ready(program), *entry = gives;
+    if (!takes) return NOTHING;
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, program[CODE], call);
     count_time(PACK, &since);
     const long taken = program[IS_BLOCKED] ? take_blocked(program, takes, y, x, call, &since)
@@ -468,6 +522,73 @@ static long run(const word *program, char *y, const char *x, word call) {
     const int is_unread = taken == num_takes && program[IS_LARGE] && !await_readers(program, gives);
     count_time(WAIT, &since);
     return is_unread ? UNREAD : taken;
+}
+
+/* Give, and ask for what comes; whether it was done. `started` has the words of the exchange, all 0. */
+static int start(const word *program, char *y, const char *x, word call, word *started) {
+    const word num_gives = program[NUM_GIVES];
+    word since = is_clocked ? now() : 0;
+    const word *entry = program + ENTRIES, *takes = ready(program);
+    if (!takes) return 0;
+    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) {
+        give(entry, x, program[CODE], call);
+        if (entry[DIRECT]) started[i] = state_of(entry)[NUM_FILLED];
+    }
+    count_time(PACK, &since);
+    word *one = started + num_gives;
+    for (word i = 0; i < program[NUM_TAKES]; i++, entry += entry[LENGTH], one += RECEIVE) {
+        one[ASKED_GROUP] = program[CODE], one[ASKED_CALL] = call;
+        one[ASKED_ENTRY] = (word)entry, one[ASKED_Y] = (word)y;
+        if (entry[CONTROL]) {
+            post(entry, one);
+        } else {
+            carry(y + entry[Y_OFFSET], x + entry[X_OFFSET], entry);
+            one[HAS_COME] = 1;
+        }
+    }
+    count_time(MOVE, &since);
+    return 1;
+}
+
+/* Take what was asked for on all channels, rows of words that begin as entries do; whether there was any. */
+static int take_all_posted(const word *channels, word num_channels) {
+    int moved = 0;
+    for (word i = 0; i < num_channels; i++, channels += channels[LENGTH])
+        while (state_of(channels)[POSTED] && take_posted(channels) > 0) moved = 1;
+    return moved;
+}
+
+/* What is left of an exchange: 0 if it is complete, 1 if it has to wait, -1 if something else came. */
+static int left_of(const word *program, const word *started) {
+    const word num_gives = program[NUM_GIVES], *entry = program + ENTRIES, *one = started + num_gives;
+    int left = 0;
+    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) {
+        if (!started[i]) continue;
+        note_emptied(entry);
+        left |= state_of(entry)[NUM_EMPTIED] < started[i];
+    }
+    for (word i = 0; i < program[NUM_TAKES]; i++, entry += entry[LENGTH], one += RECEIVE) {
+        while (!one[HAS_COME]) {
+            const int found = take_posted(entry);
+            if (found < 0) return -1;
+            left |= !found;
+            if (!found) break;
+        }
+    }
+    return left;
+}
+
+/* Wait until all of an exchange has come, and was read; whether it is so. */
+static int finish(const word *program, word *started, const word *channels, word num_channels) {
+    word since = is_clocked ? now() : 0;
+    struct backoff backoff = begin_waiting(program);
+    int left;
+    /* Others may wait until this worker has read what they keep for it in other exchanges. */
+    while ((left = left_of(program, started)) > 0)
+        if (!take_all_posted(channels, num_channels) && !pause_once(&backoff)) break;
+    end_waiting(&backoff);
+    count_time(WAIT, &since);
+    return !left;
 }
 
 /* --- Python */
@@ -508,6 +629,49 @@ static PyObject *py_share(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return Py_BuildValue("lN", taken, heard);
 }
 
+static PyObject *py_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "start takes a program, two addresses, a call and words");
+        return NULL;
+    }
+    const word *program = PyLong_AsVoidPtr(args[0]);
+    char *y = PyLong_AsVoidPtr(args[1]);
+    const char *x = PyLong_AsVoidPtr(args[2]);
+    const word call = PyLong_AsLongLong(args[3]);
+    word *started = PyLong_AsVoidPtr(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(start(program, y, x, call, started));
+}
+
+static PyObject *py_finish(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "finish takes a program, words, channels and their number");
+        return NULL;
+    }
+    const word *program = PyLong_AsVoidPtr(args[0]);
+    word *started = PyLong_AsVoidPtr(args[1]);
+    const word *channels = PyLong_AsVoidPtr(args[2]);
+    const word num_channels = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred()) return NULL;
+    int is_done;
+    holds_python = 0;
+    Py_BEGIN_ALLOW_THREADS
+    is_done = finish(program, started, channels, num_channels);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(is_done);
+}
+
+static PyObject *py_await_any(PyObject *self, PyObject *waiting) {
+    const word *words = PyLong_AsVoidPtr(waiting);
+    if (PyErr_Occurred()) return NULL;
+    int has_come;
+    holds_python = 0;
+    Py_BEGIN_ALLOW_THREADS
+    has_come = await_any(words);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(has_come);
+}
+
 static PyObject *py_clock(PyObject *self, PyObject *on) {
     is_clocked = PyObject_IsTrue(on);
     PyObject *seconds = Py_BuildValue("ddd", 1e-9 * (double)spent[0], 1e-9 * (double)spent[1],
@@ -521,6 +685,12 @@ static PyMethodDef methods[] = {
      "run(program, y, x, call): make an exchange; how many entries were taken, -1 or -2."},
     {"share", (PyCFunction)(void (*)(void))py_share, METH_FASTCALL,
      "share(program, said, size, call): the same, from bytes to `size` times as many."},
+    {"start", (PyCFunction)(void (*)(void))py_start, METH_FASTCALL,
+     "start(program, y, x, call, started): give, and ask for what comes; whether it was done."},
+    {"finish", (PyCFunction)(void (*)(void))py_finish, METH_FASTCALL,
+     "finish(program, started, channels, count): wait a short while for the rest; whether it came."},
+    {"await_any", py_await_any, METH_O,
+     "await_any(waiting): wait until a semaphore is not 0, as long as the words say; whether one is."},
     {"clock", py_clock, METH_O,
      "clock(on): the seconds of packing, moving and waiting since the last call."},
     {NULL, NULL, 0, NULL},

@@ -32,6 +32,7 @@ from tessel.transport.watch import Watch
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
+Prepared = tuple[CopyProgram, Tensor, Tensor]  # of an exchange, with where to and where from
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
 MOST_PROGRAMS = 64  # for sums, that a group remembers
@@ -150,6 +151,7 @@ class Group:
         receives: Sequence[ReceiveBuffer],
         device: torch.device,
         dense: bool = False,
+        prepared: Prepared | None = None,
     ) -> Callable[[], None]:
         """Start messages, at most one for each pair; the result waits for them.
 
@@ -161,6 +163,8 @@ class Group:
             receives: where what comes from others belongs.
             device: of the tensors, also where there are none.
             dense: whether everybody has something for everybody.
+            prepared: the same exchange for the engine, in which nothing is added: its program, and
+                the tensors to which and from which it copies.
         """
         self._count(sends, receives)
         ways, tag, key = self._ways, self._membership.tag, self._key()
@@ -175,6 +179,12 @@ class Group:
                         buffer.put(value)
 
             return put
+        if prepared is not None and (host := ways.host) is not None:
+            program, y, x = prepared
+            self._watch.check()
+            started = host.start(program, key, y, x, receives)
+            if started is not None:
+                return lambda: self.attempt(lambda: host.finish(started, ways.others))
         wait = self.attempt(lambda: Exchange(ways, key, sends, receives), starts=True)
         if ways.all_near:
             return lambda: self.attempt(wait)
@@ -283,14 +293,23 @@ class Group:
         self.exchange(sends, receives, device, dense)()
 
     def program(
-        self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
+        self,
+        dtype: torch.dtype,
+        gives: Sequence[Give],
+        takes: Sequence[Take],
+        early: bool = False,
     ) -> CopyProgram | None:
-        """An exchange with workers of this host alone, prepared, if it can be."""
+        """An exchange with workers of this host alone, prepared, if it can be.
+
+        Args:
+            dtype, gives, takes: what goes and comes.
+            early: whether it is started before it is waited for.
+        """
         ways = self._ways
         near = {ways.worker, *ways.near}
         if ways.host is None or not all(each[0] in near for each in (*gives, *takes)):
             return None
-        return ways.host.program(self._code, dtype, gives, takes)
+        return ways.host.program(self._code, dtype, gives, takes, early)
 
     def follow(self, program: CopyProgram, y: Tensor, x: Tensor) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.

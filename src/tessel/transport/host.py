@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -27,6 +28,7 @@ from tessel.transport.copy_program import (
     CopyProgram,
     CopyStep,
     Place,
+    StartedExchange,
     engine,
     has_engine,
 )
@@ -53,6 +55,7 @@ Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 # copy. The engine prepares such a read sooner than Python does, so that it pays for less.
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
 USUAL_LIMIT = 1800.0  # seconds, torch's own
+ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
 Give = tuple[int, Place]  # to a worker, from a place
 Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
 
@@ -96,6 +99,7 @@ class Host:
         }
         self._incoming: dict[int, Incoming] = {}
         self._held: set[int] = set()  # workers for whom messages wait for room
+        self._started: list[StartedExchange] = []  # by the engine, and not waited for yet
         self._wakeups: dict[int, Wakeup] = {}
         self._segments = {worker: self._segment}
         self.watch = Watch()
@@ -122,6 +126,8 @@ class Host:
             self._wakeups[other] = Wakeup(segment)
             outgoing.other = self._incoming[other].other = self._wakeups[other]
         self._processes = processes
+        rows = [(8, *incoming.words, 0) for incoming in self._incoming.values()]
+        self._channels = array("q", [word for row in rows for word in row])
 
     @property
     def board(self) -> MemoryBoard:
@@ -194,7 +200,12 @@ class Host:
         return messages
 
     def program(
-        self, code: int, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
+        self,
+        code: int,
+        dtype: torch.dtype,
+        gives: Sequence[Give],
+        takes: Sequence[Take],
+        early: bool = False,
     ) -> CopyProgram | None:
         """An exchange prepared for the engine, if there is one and it can make it.
 
@@ -203,6 +214,8 @@ class Host:
             dtype: of the tensors.
             gives: what goes to others of this host, and to this worker itself, at most once each.
             takes: what comes, in the order in which it is put there.
+            early: whether it is started before it is waited for. What fits a slot goes through it
+                then: the sender would have to wait until the receiver comes to read it.
         """
         adds = any(is_added for *_, is_added in takes)
         if not self._has_engine or (adds and dtype not in KINDS):
@@ -211,7 +224,8 @@ class Host:
         sends, receives, readers = [], [], []
         for worker, place in gives:
             if worker != self.worker:
-                is_direct = self._is_large(place, dtype)
+                num_bytes = prod(place.shape) * dtype.itemsize
+                is_direct = num_bytes > (self._small if early else self._small_for_engine)
                 # Others can read it where it lies if it lies in long runs.
                 if is_direct and not (self._direct and place.run * dtype.itemsize >= SHORTEST):
                     return None
@@ -221,7 +235,8 @@ class Host:
         for worker, place, is_added in takes:
             if worker != self.worker:
                 step = CopyStep(self._incoming[worker].words, place, place.alone, is_added)
-                if self._is_large(place, dtype):
+                num_bytes = prod(place.shape) * dtype.itemsize
+                if num_bytes > self._small_for_engine:
                     if not self._direct or (is_added and step.num_loops):
                         return None
                     step = step._replace(direct=self._processes[worker].pid)
@@ -235,16 +250,82 @@ class Host:
             code, dtype, sends, receives, not self._spins, self._wakeup.addresses, readers
         )
 
-    def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
-        """Whether receivers read something where it is, rather than out of slots."""
-        return prod(place.shape) * dtype.itemsize > self._small_for_engine
-
     def follow(self, program: CopyProgram, y: int, x: int, call: int) -> int:
         """Let the engine make an exchange; how many receives are done, NOTHING or UNREAD."""
         if os.getpid() != self._owner:
             self._check_owner()
         with self._lock:
             return engine.run(program.address, y, x, call)
+
+    def start(
+        self,
+        program: CopyProgram,
+        key: Key,
+        y: Tensor,
+        x: Tensor,
+        receives: Sequence[ReceiveBuffer],
+    ) -> StartedExchange | None:
+        """Let the engine send from x, and take what comes to y when it looks; None if it cannot.
+
+        Args:
+            program: of the exchange, which adds nothing.
+            key: of the messages.
+            y, x: plain tensors.
+            receives: the places in y, in the order of the program.
+        """
+        self._check_owner()
+        started = StartedExchange(program, key, x, receives)
+        addresses = y.data_ptr(), x.data_ptr()
+        with self._lock:
+            if not engine.start(program.address, *addresses, key[1], started.address):
+                return None
+            for number, buffer in enumerate(receives):
+                if buffer.worker != self.worker:
+                    self._incoming[buffer.worker].posted.append((started, number))
+            if len(self._started) >= ABANDONED:  # an exception may have left a call
+                for each in filter(self._is_complete, [*self._started]):
+                    self._forget(each)
+            self._started.append(started)
+        return started
+
+    def finish(self, started: StartedExchange, group: Sequence[int]) -> None:
+        """Wait until all of an exchange has come, and others have read what they read of it."""
+        awaited: list[Awaited] = []
+        unread: list[Rendezvous] = []
+        program, channels = started.program, self._channels.buffer_info()[0]
+        with self._lock:
+            is_done = not started.requests and engine.finish(
+                program.address, started.address, channels, len(self._incoming)
+            )
+            if not is_done:  # message by message, from here on
+                for number, buffer in enumerate(started.receives):
+                    if buffer.worker != self.worker:
+                        self._incoming[buffer.worker].adopt()
+                        if number in started.requests:
+                            awaited.append((buffer.worker, started.requests[number]))
+                unread = self._unread(started.key, started.readers, started.x)
+        if not is_done:
+            self.wait(awaited, unread, group)
+        with self._lock:
+            self._forget(started)
+
+    def _forget(self, started: StartedExchange) -> None:
+        """Let go of an exchange that is complete."""
+        for number, buffer in enumerate(started.receives):
+            if buffer.worker != self.worker:
+                posted = self._incoming[buffer.worker].posted
+                if (started, number) in posted:
+                    posted.remove((started, number))
+        if started in self._started:
+            self._started.remove(started)
+
+    def _is_complete(self, started: StartedExchange) -> bool:
+        """Whether nothing is missing of an exchange that nobody waits for."""
+        requests = started.requests
+        return all(
+            requests[number].is_done if number in requests else started.has_come(number)
+            for number in range(len(started.receives))
+        ) and all(self._outgoing[worker].was_read(filled) for worker, filled in started.readers)
 
     def share(self, program: CopyProgram, said: bytes, size: int, call: int) -> tuple[int, bytes]:
         """The same with bytes, of which `size` times as many come."""
@@ -254,13 +335,16 @@ class Host:
 
     def await_readers(self, key: Key, workers: Iterable[int], x: Tensor) -> list[Rendezvous]:
         """What these workers still have to read of x, which the messages keep alive until then."""
-        unread = []
         with self._lock:
-            for worker in workers:
-                message = Rendezvous(key, worker, x)
-                if self._outgoing[worker].await_readers(message):
-                    unread.append(message)
-                    self._held.add(worker)
+            return self._unread(key, ((worker, 0) for worker in workers), x)
+
+    def _unread(self, key: Key, readers: Iterable[tuple[int, int]], x: Tensor) -> list[Rendezvous]:
+        unread = []
+        for worker, filled in readers:
+            message = Rendezvous(key, worker, x)
+            if self._outgoing[worker].await_readers(message, filled):
+                unread.append(message)
+                self._held.add(worker)
         return unread
 
     def begin_swap(
@@ -329,7 +413,7 @@ class Host:
         # By itself, since benchmarks count its time as waiting.
         worker, place, adds = buffer
         channel, num_bytes = self._incoming[worker], place.nbytes
-        for _ in range(self._looks):
+        for _ in range(1 if self._has_engine else self._looks):  # the engine looks again, below
             with self._lock:
                 taken = channel.take(key, place, adds, num_bytes)
             if taken:
@@ -390,7 +474,7 @@ class Host:
             messages: of this worker.
             group: who takes part, so that the death of one makes the wait vain.
         """
-        backoff, far = Backoff(self._wakeup, self._spins), self.far
+        backoff = Backoff(self._wakeup, self._spins)
         wait: Wait | None = None
         try:
             while True:  # what happens may be the doing of another thread
@@ -409,7 +493,7 @@ class Host:
                     if wait is not None:  # the next one is another
                         self.watch.finish(wait)
                         wait = None
-                elif backoff.pause(far.is_busy if far else False) and not self._progresses(awaited):
+                elif self._rests(backoff, awaited) and not self._progresses(awaited):
                     needed = [*(who for who, _ in awaited), *(each.worker for each in messages)]
                     self.check_alive(needed, group, backoff.seconds)
                     if wait is None:  # it has lasted a nap: the watch is to know of it
@@ -452,6 +536,19 @@ class Host:
                     if incoming.is_asked:
                         moved = self._pull(worker) or moved
         return moved
+
+    def _rests(self, backoff: Backoff, awaited: Sequence[Awaited]) -> bool:
+        """Pause between two looks in vain; whether this was a whole nap in which nothing came."""
+        is_busy = self.far is not None and self.far.is_busy
+        if is_busy or not self._has_engine:
+            return backoff.pause(is_busy)
+        with self._lock:  # all that `_progresses` looked at
+            come = {worker for worker, _ in awaited}
+            if self._direct:
+                come |= {w for w, incoming in self._incoming.items() if incoming.is_asked}
+            ends = [self._incoming[worker].filled.address for worker in come]
+            ends += [self._outgoing[worker].emptied.address for worker in self._held]
+        return backoff.await_any(ends)
 
     def push_held(self) -> bool:
         """Send what waits for room, for a worker that waits elsewhere; whether there was any."""

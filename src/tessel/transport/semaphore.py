@@ -42,9 +42,10 @@ class Semaphore:
         address: where in the memory of this process it lies.
     """
 
-    __slots__ = ("_address",)
+    __slots__ = ("_address", "address")
 
     def __init__(self, address: int) -> None:
+        self.address = address
         self._address = ctypes.c_void_p(address)
 
     def initialise(self) -> None:
