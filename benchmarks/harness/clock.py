@@ -17,7 +17,7 @@ from typing import Any
 
 from tessel.transport import Group, ReceiveBuffer
 from tessel.transport.channel import Incoming, Outgoing
-from tessel.transport.copy_program import CopyProgram, engine
+from tessel.transport.copy_program import engine
 from tessel.transport.host import Host
 from tessel.transport.request import ReceiveRequest, Rendezvous, SendRequest, UnexpectedMessage
 
@@ -62,19 +62,19 @@ class Clock:
 
         return timed
 
-    def timing_engine(self, follow: Callable[..., int]) -> Callable[..., int]:
-        """The function that runs the engine, whose own clock says which part took how long."""
+    def timing_engine(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs the engine, whose own clock says which part took how long."""
 
-        def timed(host: Host, program: CopyProgram, y: int, x: int, call: int) -> int:
+        def timed(*args: Any) -> Any:
             engine.clock(True)
             begin = self._enter()
-            num_received = follow(host, program, y, x, call)
+            result = function(*args)
             self._leave("move", begin)
             pack, _, wait = engine.clock(False)
             self.spent["move"] -= pack + wait
             self.spent["pack"] += pack
             self.spent["wait"] += wait
-            return num_received
+            return result
 
         return timed
 
@@ -100,13 +100,15 @@ def clocked() -> Iterator[Clock]:
     before = [owner.__dict__[name] for owner, name, _ in _TARGETS]
     for (owner, name, part), function in zip(_TARGETS, before, strict=True):
         setattr(owner, name, clock.timing(part, function))
-    follow = Host.follow
-    Host.follow = clock.timing_engine(follow)  # type: ignore[method-assign]
+    by_engine = {name: getattr(Host, name) for name in ("follow", "start", "finish")}
+    for name, function in by_engine.items():
+        setattr(Host, name, clock.timing_engine(function))
     begin = clock._enter()
     try:
         yield clock
     finally:
         clock._leave("compute", begin)
-        Host.follow = follow  # type: ignore[method-assign]
+        for name, function in by_engine.items():
+            setattr(Host, name, function)
         for (owner, name, _), function in zip(_TARGETS, before, strict=True):
             setattr(owner, name, function)

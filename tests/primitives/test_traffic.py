@@ -45,7 +45,8 @@ from registry import (
     uneven,
     whole,
 )
-from tessel.core.plan import LARGE, plan, route
+from tessel.core.partition import HypotheticalPartition
+from tessel.core.plan import LARGE, MANY, MORE, plan, route
 from tessel.testing import count_traffic
 
 WIDTH = 8  # bytes of a float64
@@ -378,3 +379,54 @@ def count_by_dtype(dtype: torch.dtype) -> int:
 )
 def test_bytes_of_other_dtypes(run: Any, dtype: torch.dtype, width: int) -> None:
     assert run(count_by_dtype, dtype, nprocs=3) == [0, width, width]
+
+
+def busiest(source: tessel.Layout, target: tessel.Layout) -> tuple[int, int, int]:
+    """The exchanges, and the most messages and elements that a worker sends or receives in all."""
+    routes = [route(source, target, worker) for worker in source.partition.ranks]
+    ends = [
+        [piece.numel for plan in plans for piece in getattr(plan, name)]
+        for plans in routes
+        for name in ("gives", "arrives")
+    ]
+    return len(routes[0]), max(map(len, ends)), max(map(sum, ends))
+
+
+@pytest.mark.parametrize("num_workers", [4, 8, 16])
+def test_a_large_sum_for_one_worker_takes_no_longer_with_more_workers(num_workers: int) -> None:
+    P, root = HypotheticalPartition((num_workers,)), HypotheticalPartition((1,))
+    for n, by_parts in ((MORE, False), (MORE + num_workers, True), (2**20, True)):
+        source = tessel.Layout.whole(P, (n,))
+        found = busiest(source, tessel.Layout.whole(root, (n,)))
+        part = (num_workers - 1) * (n // num_workers)
+        # the one who gets the sum adds a part, as all do, and then gets the others
+        least = (2, 2 * (num_workers - 1), 2 * part)
+        assert found == (least if by_parts else (1, num_workers - 1, (num_workers - 1) * n))
+    few = tessel.Layout.whole(HypotheticalPartition((3,)), (2**20,))
+    assert busiest(few, tessel.Layout.whole(root, (2**20,)))[0] == 1
+
+
+def sums_of_blocks() -> list[bool]:
+    """Copies of blocks along a grid, whose sums the first row of it gets; and of all on one."""
+    world, found = tessel.world(), []
+    size = world.size
+    for grid, shape in (([size, 1], (3, 7000)), ([size // 2, 2], (40, 2001))):
+        P = world.create_cartesian_topology_partition(grid)
+        first = world.create_partition_inclusive(range(grid[1]))
+        Q = first.create_cartesian_topology_partition([1, grid[1]])
+        source, target = (tessel.Layout.split(each, shape, (None, 1)) for each in (P, Q))
+        whole = torch.arange(shape[0] * shape[1], dtype=torch.float64).view(shape)
+        move = tessel.Move(source, target)
+        sums = [move.apply((world.rank + 1) * source.local_part(whole)) for _ in range(2)]
+        sums.append(move((world.rank + 1) * source.local_part(whole)))
+        at = P.coordinates(world.rank)[1]
+        total = sum(w + 1 for w in P.ranks if P.coordinates(w)[1] == at)
+        expected = total * target.local_part(whole) if Q.active else torch.empty(0)
+        found += [torch.equal(each, expected) for each in sums]
+        found.append(len(move.stages) == (2 if grid[0] >= MANY else 1))
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [4, 8])
+def test_sums_of_blocks_are_made_by_all(run: Any, nprocs: int) -> None:
+    assert all(map(all, run(sums_of_blocks, nprocs=nprocs)))

@@ -11,8 +11,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.int64, torch.int8),
     *(torch.uint8, torch.bool),
 )
+EARLY, MOST_PENDING = 0.3, 4  # movements that begin before they are waited for
 SMALL, LARGE = 60, 1_500_000  # elements: of most tensors, and of some that take many slots
 
 
@@ -110,13 +112,14 @@ def with_gloo(move: Move) -> Move:
     other = Move(move.domain, move.codomain)
     own = move.group
     if own.handle is not None:
-        other.__dict__["group"] = Group(own.workers, own.handle, Membership())
+        other.__dict__["_group"] = Group(own.workers, own.handle, Membership())
     return other
 
 
 def movements(count: int, seed: int, compare: bool = True) -> list[str]:
-    """Carry out random movements; what was wrong with them."""
+    """Carry out random movements, some of which begin before others; what was wrong with them."""
     rng, wrong = random.Random(seed), []
+    pending: list[Callable[[], None]] = []
     layouts: list[tuple[tuple[int, ...], Layout, Layout]] = []
     for number in range(count):
         if number % 20 == 0 or not layouts:  # groups and plans cost more than movements
@@ -127,12 +130,34 @@ def movements(count: int, seed: int, compare: bool = True) -> list[str]:
         move = Move(source, target)
         dtype = rng.choice(DTYPES if source.owns_once else DTYPES[:-1])
         values = draw_values(rng, shape, dtype)
-        if not move.takes_part:
-            continue
-        mine = source.local_part(values)
-        y = move.apply(mine)
-        if not is_right(move, values, y) or (compare and not same(y, with_gloo(move).apply(mine))):
-            wrong.append(f"{number}: {move} {dtype}")
+        is_early, next_first = rng.random() < EARLY, rng.random() < 0.5
+        if move.takes_part:
+            mine = source.local_part(values)
+            wait = move.start(mine) if is_early else partial(move.apply, mine)
+
+            def check(
+                name: str = f"{number}: {move} {dtype}",
+                wait: Callable[[], torch.Tensor] = wait,
+                move: Move = move,
+                values: torch.Tensor = values,
+                mine: torch.Tensor = mine,
+            ) -> None:
+                y = wait()
+                gloo = with_gloo(move).apply(mine) if compare else y
+                if not (is_right(move, values, y) and same(y, gloo)):
+                    wrong.append(name)
+        else:
+
+            def check() -> None: ...  # it counts, so that all wait in one order
+
+        if is_early:
+            pending.append(check)
+        else:
+            check()
+        while len(pending) > MOST_PENDING or (pending and next_first and not is_early):
+            pending.pop(rng.randrange(len(pending)))()
+    for check in pending:
+        check()
     return wrong
 
 

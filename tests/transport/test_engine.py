@@ -194,6 +194,103 @@ def test_sums_of_a_few_numbers(run: Run, nprocs: int) -> None:
     assert run(sums_of_a_few_numbers, nprocs=nprocs) == [[True] * 7] * nprocs
 
 
+# --- exchanges that are started before they are waited for
+
+
+def noting(name: str) -> tuple[list[Any], Callable[[], None]]:
+    """What a method of the host gives from now on, and what ends that."""
+    found: list[Any] = []
+    own = getattr(Host, name)
+
+    def noted(self: Host, *args: Any) -> Any:
+        found.append(own(self, *args))
+        return found[-1]
+
+    setattr(Host, name, noted)
+    return found, lambda: setattr(Host, name, own)
+
+
+def in_another_order(n: int) -> list[Any]:
+    """Three that are waited for from the last to the first, with others and agreements between."""
+    whole, parts = whole_and_parts(n)
+    back, there = Move(parts, whole), Move(whole, whole)
+    x = torch.arange(n, dtype=torch.float64)
+    begun, end = noting("start")
+    waits = [back.start(parts.local_part(k * x).clone()) for k in (1, 2, 3)]
+    summed = there(x)
+    right = [torch.equal(summed, whole.partition.size * x)]
+    right += [
+        torch.equal(wait(), k * x) for wait, k in zip(reversed(waits), (3, 2, 1), strict=True)
+    ]
+    end()
+    host = tessel.world().group._membership.host
+    return [all(right), [each is not None for each in begun], host._started]
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("n", [100, 600_000])
+def test_exchanges_that_were_started_end_in_any_order(run: Run, n: int, nprocs: int) -> None:
+    assert run(in_another_order, n, nprocs=nprocs) == [[True, [True] * 3, []]] * nprocs
+
+
+def with_a_late_worker(seconds: float) -> tuple[bool, int, bool]:
+    """Nobody looks in a loop of Python until a worker comes."""
+    P = tessel.world()
+    rows = Layout.balanced(P, (4 * P.size,))
+    halo = Move(rows, rows.grow([(1, 1)]))
+    x = torch.arange(4.0 * P.size)
+    halo.start(rows.local_part(x).clone())()
+    looks, end = noting("_progresses")
+    wait = halo.start(rows.local_part(x).clone()) if P.rank else None
+    if not P.rank:
+        time.sleep(seconds)
+        wait = halo.start(rows.local_part(x).clone())
+    y = wait()
+    end()
+    return torch.equal(y, halo.codomain.local_part(x)), len(looks), P.rank == 1
+
+
+def test_who_waits_for_a_late_worker_does_not_look_in_a_loop_of_python(run: Run) -> None:
+    for is_right, looks, is_neighbour in run(with_a_late_worker, 0.2, nprocs=4):
+        # every 50 ms a worker looks whether those whom it needs still live: twice
+        assert is_right and (0 < looks <= 16 if is_neighbour else looks <= 16)
+
+
+def left_by_an_exception() -> list[Any]:
+    """What was started and is never waited for comes to its own place, and to no other."""
+    whole, parts = whole_and_parts(60)
+    move, x = Move(parts, whole), torch.arange(60.0)
+    right = []
+    for step in range(40):
+        move.start(parts.local_part(-x).clone())  # whose result nobody holds
+        right.append(torch.equal(move.start(parts.local_part(step * x).clone())(), step * x))
+        right.append(torch.equal(move.apply(parts.local_part(x).clone()), x))
+    return [all(right), len(tessel.world().group._membership.host._started) < 20]
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_exchanges_that_nobody_waits_for_are_let_go(run: Run, nprocs: int) -> None:
+    assert run(left_by_an_exception, nprocs=nprocs) == [[True, True]] * nprocs
+
+
+def started_on_one_side(n: int) -> list[bool]:
+    """Worker 0 has no engine: what it sends may come in pieces, or as an address."""
+    choice = copy_program.ENGINES[transport.this_worker() == 0]
+    with stress.afresh(TESSEL_ENGINE=choice):
+        whole, parts = whole_and_parts(n)
+        move, x = Move(parts, whole), torch.arange(n, dtype=torch.float64)
+        begun, end = noting("start")
+        waits = [move.start(parts.local_part(k * x).clone()) for k in (1, 2)]
+        right = [torch.equal(wait(), k * x) for wait, k in zip(waits, (1, 2), strict=True)]
+        end()
+        return [*right, any(each is not None for each in begun) == (transport.this_worker() > 0)]
+
+
+@pytest.mark.parametrize("n", [60, 300_000, 3_000_000])
+def test_what_was_started_comes_from_a_worker_without_an_engine(run: Run, n: int) -> None:
+    assert run(started_on_one_side, n, nprocs=2) == [[True] * 3] * 2
+
+
 # --- what the engine leaves to Python
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tessel import transport
+from tessel.core.agreement import TensorMeta, as_agreed
 from tessel.core.boxes import Region
 from tessel.core.graph import placed
 from tessel.core.hierarchy import route
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import LinearOperator
+from tessel.core.linop import LinearOperator, in_transform
 from tessel.core.numbers import constant
 from tessel.core.plan import Piece, Plan
 from tessel.transport import (
@@ -26,6 +27,7 @@ from tessel.transport import (
     Place,
     ReceiveBuffer,
     SendBuffer,
+    code_of,
     is_pinned,
     is_plain,
 )
@@ -96,13 +98,130 @@ class Move(LinearOperator):
         super().plan_ahead()
         _ = self.route, self.H.route
 
+    def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Apply the move to this worker's part, after all workers agreed that theirs fit.
+
+        Args:
+            x: this worker's part.
+            out: where the output is written, on all workers or on none, and without a gradient.
+                Nothing is allocated, and what is in its place already is not copied: the root of a
+                broadcast may pass its `x` as `out`, and who needs a halo the interior of `out` as
+                `x`.
+
+        >>> import tessel, torch
+        >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
+        >>> y = torch.empty(3)
+        >>> tessel.Move(layout, layout)(torch.ones(3), out=y) is y
+        True
+        """
+        if out is None:
+            return super().__call__(x)
+        _refuse_compilers()
+        self.prepare()
+        if not self.takes_part:
+            return out
+        _, meta = self._agreement.agree_on(x)
+        x = as_agreed(x, meta, self.domain.partition.active)
+        try:
+            problem = self._problem_with(x, meta, out)
+            text = f"{self._label} with `out`{problem and f', {problem}'}"
+            self.group.check_same_call(self.group.share_words([code_of(text)]), text)
+            if problem:
+                raise ValueError(text)
+            return self._apply_into(x, out)
+        except BaseException as error:  # others may still wait for this worker
+            self.group.give_up(error)
+            raise
+
+    def apply(
+        self, x: Tensor, meta: TensorMeta | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Apply the move without asking the others.
+
+        Args:
+            x: what `domain` says; all workers or none pass one that needs a gradient.
+            meta: what the workers agreed on, if they did.
+            out: where the output is written, as in a call.
+        """
+        if out is not None:
+            _refuse_compilers()
+            self.prepare()
+            problem = self._problem_with(x, meta, out)
+            if problem:
+                raise ValueError(f"{self._label} with `out`, {problem}")
+            return self._apply_into(x, out)
+        if not torch.compiler.is_compiling() and (
+            meta is None or not (meta.needs_grad or meta.has_tangent)
+        ):
+            y = self._apply_again(x)
+            if y is not None:
+                return y
+        return super().apply(x, meta)
+
+    def _problem_with(self, x: Tensor, meta: TensorMeta | None, out: Tensor) -> str:
+        """Why an output cannot be written to `out`, for the text of an error."""
+        needs = x.requires_grad and torch.is_grad_enabled() if meta is None else meta.needs_grad
+        if needs or in_transform() or (meta is not None and meta.has_tangent):
+            return "which has no derivative: leave it out, or call it under torch.no_grad()"
+        shapes = tuple(x.shape), tuple(out.shape)
+        if shapes != (self.domain.local_shape, self.codomain.local_shape):
+            expected = f"from {self.domain.local_shape} to {self.codomain.local_shape}"
+            return f"expected tensors {expected}, got {shapes[0]} and {shapes[1]}"
+        if (out.dtype, out.device) != (x.dtype, x.device) or out.layout is not torch.strided:
+            return f"expected {x.dtype} on {x.device}, got {out.dtype} on {out.device}"
+        if out.requires_grad and torch.is_grad_enabled():
+            return "which requires a gradient: pass out.detach()"
+        if any(step == 0 for n, step in zip(out.shape, out.stride(), strict=True) if n > 1):
+            return "some of whose elements are one in memory: pass a tensor of its own"
+        return ""
+
+    def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
+        """Write the output to `out`, and give it."""
+        *first, last = self.stages
+        with torch.no_grad():
+            if (
+                not x.is_cpu
+                or self.spaced is not None
+                or not (out.is_contiguous() or out.shape == last.plan.target_shape)
+            ):
+                return out.copy_(self._apply(x))
+            room = out.view(last.plan.target_shape)
+            if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+                for stage in first:
+                    x = stage(x)
+                last(x, room)
+            elif not first and last.has_there(x, room):
+                last.complete(last._cleared(room), x)
+            else:  # others read x while this worker would write to it
+                return out.copy_(self._apply(x))
+        torch.autograd.graph.increment_version(out)  # as torch does where it writes itself
+        return out
+
+    def _apply_again(self, x: Tensor) -> Tensor | None:
+        """The output, if the engine made it before from a tensor that lies like this, and no
+        derivative passes: then nothing of what leads to the engine has to be looked at again.
+        """
+        stages = self.__dict__.get("stages")
+        # who looks at what moves, as traces do, has put something in the place of `_apply`
+        if stages is None or Move._apply is not _APPLY or type(x) is not Tensor or not x.is_cpu:
+            return None
+        again = stages[-1].again.get((x.dtype, x.shape, x.stride()))
+        if again is None or (x.requires_grad and torch.is_grad_enabled()) or in_transform():
+            return None
+        if x.is_neg() or x.is_conj() or (not x.data_ptr() and x.numel()):
+            return None  # its values are not those in memory
+        return again(x)
+
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The same, with the group that makes them."""
         *before, last = self.route
+        shapes = self.domain.local_shape, self.codomain.local_shape
+        is_only = not before and self.spaced is None
+        is_only = is_only and (last.source_shape, last.target_shape) == shapes
         return (
             *(Stage(plan, self.group) for plan in before),
-            Stage(last, self.group, self.spaced),
+            Stage(last, self.group, self.spaced, is_only),
         )
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -113,8 +232,12 @@ class Move(LinearOperator):
             self.group.all_reduce(y)()
             return self._as_output(y)
         *first, last = self.stages
-        # what is copied last can lie in its place in the output before
-        into_output = first.pop() if first and last.plan.once and self.spaced is None else None
+        # what is copied last can lie in its place in the output before, if this worker gets it
+        into_output = None
+        if first and last.plan.once and self.spaced is None:
+            kept = last.plan.kept
+            if kept is not None and kept.shape == first[-1].plan.target_shape:
+                into_output = first.pop()
         for stage in first:
             x = stage(x)
         return self._as_output(last(x) if into_output is None else into_output.before(last, x))
@@ -186,6 +309,14 @@ class Move(LinearOperator):
         return add
 
 
+_APPLY = Move._apply
+
+
+def _refuse_compilers() -> None:
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("a movement with `out` cannot be compiled; leave `out` away")
+
+
 class Stage:
     """One exchange, as one worker sees it: called, it gives the output.
 
@@ -193,11 +324,20 @@ class Stage:
         plan: what leaves and what comes.
         group: who takes part.
         spaced: a dimension whose slices lie a little apart in the memory of the output.
+        is_only: whether it is all of its move, from its input to its output as they are.
     """
 
-    def __init__(self, plan: Plan, group: transport.Group, spaced: int | None = None) -> None:
-        self.plan, self.group, self.spaced = plan, group, spaced
+    def __init__(
+        self,
+        plan: Plan,
+        group: transport.Group,
+        spaced: int | None = None,
+        is_only: bool = False,
+    ) -> None:
+        self.plan, self.group, self.spaced, self.is_only = plan, group, spaced, is_only
         self._programs: dict[Lies, CopyProgram | None] = {}
+        # what makes the exchange again for tensors of a dtype, a shape and strides
+        self.again: dict[tuple[torch.dtype, Shape, Shape], Callable[[Tensor], Tensor | None]] = {}
 
     def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """The output, in the room that is given for it."""
@@ -210,7 +350,10 @@ class Stage:
         if x.is_cuda and room is None and self._row is not None and not plan.silent:
             return self._joined(x, *self._row)
         y = self._room(x, room)
-        if not self._follow(x, y, False):
+        if self._follow(x, y, False):
+            if self.is_only and room is None and not self._gaps:
+                self._remember_again(x, y)
+        else:
             sends, receives = self._sends(x), self._receives(y)
             if plan.silent:
                 for buffer in receives:
@@ -314,6 +457,17 @@ class Stage:
         pieces = (piece for piece in self.plan.takes if piece.peer == worker)
         return next((_part(y, piece) for piece in pieces), y.new_empty(0))
 
+    def has_there(self, x: Tensor, y: Tensor) -> bool:
+        """Whether x lies where it belongs in the output: what others give is put beside it."""
+        plan, own = self.plan, self.own(y)
+        return (
+            plan.once
+            and not plan.silent
+            and plan.kept is not None
+            and all(self._gaps)  # () is all of the output
+            and (own.data_ptr(), own.shape, own.stride()) == (x.data_ptr(), x.shape, x.stride())
+        )
+
     def begin_adding(self, x: Tensor, y: Tensor) -> Callable[[], None]:
         """Send what others need; the result adds what arrives to what is in its place."""
         x = shaped(x, self.plan.source_shape)
@@ -403,12 +557,41 @@ class Stage:
         if program is None:
             return False
         landed = self.group.follow(program, y, x)
-        if landed not in (program.length, NOTHING):  # Python does what the engine has left
-            kept = self.plan.kept
-            own = None if kept is None else _part(x, kept)
-            rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
-            self.group.finish(program, x, rest, own)
+        if landed not in (program.length, NOTHING):
+            self._finish(program, x, y, is_there, landed)
         return landed != NOTHING
+
+    def _finish(
+        self, program: CopyProgram, x: Tensor, y: Tensor, is_there: bool, landed: int
+    ) -> None:
+        """Do what the engine has left of an exchange."""
+        kept = self.plan.kept
+        own = None if kept is None else _part(x, kept)
+        rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
+        self.group.finish(program, x, rest, own)
+
+    def _remember_again(self, x: Tensor, y: Tensor) -> None:
+        """Keep what is needed to make the same exchange again, of what is small."""
+        program = self._programs[x.dtype, x.stride(), y.stride(), False, False]
+        shape, is_alike = self.plan.target_shape, self.plan.target_shape == self.plan.source_shape
+        # others may read what is large where it lies: `_program` looks whether they can
+        if program is None or program.readers or not y.is_contiguous() or not y.numel():
+            return
+        length = program.length
+
+        def again(x: Tensor) -> Tensor | None:
+            if is_alike:
+                y = torch.empty_like(x, memory_format=torch.contiguous_format)
+            else:
+                y = x.new_empty(shape)
+            landed = self.group.follow(program, y, x) if type(y) is Tensor else NOTHING
+            if landed not in (length, NOTHING):
+                self._finish(program, x, y, False, landed)
+            return None if landed == NOTHING else y
+
+        if len(self.again) >= MOST_PROGRAMS:
+            self.again.clear()
+        self.again[x.dtype, x.shape, x.stride()] = again
 
     def _program(
         self, x: Tensor, y: Tensor, is_there: bool, early: bool = False

@@ -18,6 +18,9 @@ from tessel.core.layout import Coordinates, Cut, Layout, Shape
 # Elements; more than that two workers sum by halves: a second message costs less then than adding
 # everything on both.
 LARGE = 2**18
+# A sum of so many copies or more that one worker gets is made in parts by all who have a copy, if
+# it has more than so many elements: else that worker would read and add all copies alone.
+MANY, MORE = 4, 2**14
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,17 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
 
     One exchange, but for a sum of copies whose result all of them need: there each first sums one
     part of it and then gives it to the others, which sends the least. Two workers swap their copies
-    unless these are large: it sends as much, in one message less, but both add up everything.
+    unless these are large: it sends as much, in one message less, but both add up everything. A
+    large sum of many copies that one worker gets is made in the same way. What one worker copies to
+    all is one exchange: on a host each of them reads it by itself, and all at once.
     """
     copies = prod(source.partition.shape[axis] for axis in source.separate)
     numel = prod(source.shape) * copies // max(1, source.partition.size)  # on a worker, on average
-    if not sums_in_place(source, target) or (copies == 2 and numel <= LARGE):
+    if sums_in_place(source, target):
+        by_parts = copies != 2 or numel > LARGE
+    else:
+        by_parts = copies >= MANY and numel > MORE and sums_elsewhere(source, target)
+    if not by_parts:
         return (plan(source, target, worker),)
     # The boxes may be too thin to be split along a dimension, so their elements are put in a row:
     # halves of any size can be cut then, and a contiguous tensor is not copied for it.
@@ -118,16 +127,32 @@ def sums_in_place(source: Layout, target: Layout) -> bool:
     )
 
 
-def flattened(layout: Layout) -> Layout:
-    """The same local tensors, each as a block of a one-dimensional index space."""
-    axes = tuple(sorted(axis for cut in layout.cuts for axis in cut.axes))
+@lru_cache(maxsize=1024)
+def sums_elsewhere(source: Layout, target: Layout) -> bool:
+    """Whether copies are added whose sum one worker gets, of the same boxes in the same order."""
+    return (
+        not source.owns_once
+        and target.owns_once
+        and all(boxes.disjoint(cut.intervals) for cut in (*source.cuts, *target.cuts))
+        and [*map(source.box, _firsts(source))] == [*map(target.box, _firsts(target))]
+    )
+
+
+def _firsts(layout: Layout) -> Iterator[int]:
+    """The first worker of each box, in the order in which `flattened` puts them in a row."""
+    axes = sorted(axis for cut in layout.cuts for axis in cut.axes)
     sizes = [layout.partition.shape[axis] for axis in axes]
-    shapes = []
     for place in range(prod(sizes)):
         coordinates = [0] * layout.partition.dim
         for axis, coordinate in zip(axes, boxes.unravel(place, sizes), strict=True):
             coordinates[axis] = coordinate
-        shapes.append(layout.shape_on(layout.partition.worker_at(coordinates)))
+        yield layout.partition.worker_at(coordinates)
+
+
+def flattened(layout: Layout) -> Layout:
+    """The same local tensors, each as a block of a one-dimensional index space."""
+    axes = tuple(sorted(axis for cut in layout.cuts for axis in cut.axes))
+    shapes = [layout.shape_on(worker) for worker in _firsts(layout)]
     flat = Layout.blocks_along(layout.partition, axes, shapes)
     return replace(flat, shared=layout.shared)
 

@@ -153,7 +153,7 @@ def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
 
 _MOVEMENTS: tuple[tuple[Any, str], ...] = (
     *((Move, name) for name in ("_apply", "start", "start_apart", "complete")),
-    (Halo, "_swap"),
+    *((Halo, name) for name in ("start", "start_adjoint")),
 )
 _replaced: list[tuple[Any, str, Any]] = []  # of which class what, while workers compare
 
