@@ -7,7 +7,8 @@ columns, and the slab of a halo exchange, a quarter of which goes to each neighb
 Tessel is `Move.apply` without gradients: the layouts are known, it packs, moves, unpacks and makes
 a new result each time. mpi4py writes into numpy buffers that were made before, as does Gloo, whose
 messages are written by hand with torch.distributed. The modules of `tessel.nn` agree on the shapes
-first; they are shown for small tensors, where that counts.
+first; they are shown for small tensors, where that counts. With `out=` Tessel also writes into a
+tensor that was made before; it is shown for large ones.
 
 A sample of a small movement is the mean of several that follow each other at once, so that who
 gives only, as the root of a broadcast, may run ahead: all contenders may.
@@ -29,10 +30,11 @@ from harness.contenders import OnWorkers, UnderMpi
 from torch import Tensor
 
 import tessel
+from tessel.machine import usable_cores
 
 Step = Callable[[], object]
 KIB = (1, 64, 1024, 16 * 1024, 64 * 1024)
-SMALL = 64  # KiB
+SMALL, LARGE = 64, 16 * 1024  # KiB
 ROWS = 4  # of a worker's slab
 MOVEMENTS = (
     "broadcast",
@@ -137,6 +139,20 @@ def by_apply(settings: Settings) -> Step:
     @torch.no_grad()
     def step() -> Tensor:
         return move.apply(x)
+
+    return checked(step, tensors.expected())
+
+
+def by_out(settings: Settings) -> Step:
+    """The same into a tensor that was made before, as MPI does; a root's own is left in place."""
+    tensors = Tensors(**settings)
+    move, x = tessel.Move(*layouts(tensors)), tensors.given()
+    is_root = tensors.movement == "broadcast" and tessel.world().rank == 0
+    out = x if is_root else torch.empty(move.codomain.local_shape)
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        return move.apply(x, out=out)
 
     return checked(step, tensors.expected())
 
@@ -292,15 +308,23 @@ def is_small(case: Case) -> bool:
     return int(case.settings["kib"]) <= SMALL
 
 
+def is_large(case: Case) -> bool:
+    return int(case.settings["kib"]) >= LARGE
+
+
+# on more cores, what grows with the number of workers: from and to one of them
+MORE = [P for P in (8, 16) if usable_cores() >= P]
 CLAIM = Claim(
     "movements",
     "each movement against mpi4py on the same host",
-    [case(movement, kib, P) for P in (2, 4) for movement in MOVEMENTS for kib in KIB],
+    [case(movement, kib, P) for P in (2, 4) for movement in MOVEMENTS for kib in KIB]
+    + [case(movement, kib, P) for P in MORE for movement in MOVEMENTS[:2] for kib in KIB],
     [
         OnWorkers("Tessel", by_apply, split=True),
         UnderMpi("mpi4py", "movements_mpi.py"),
         OnWorkers("Gloo by hand", by_hand),
         OnWorkers("tessel.nn", by_module, covers=is_small),
+        OnWorkers("Tessel, out=", by_out, covers=is_large),
     ],
     rounds=4,
     note="""Tessel is Move.apply without gradients, which makes a new result each time; mpi4py and

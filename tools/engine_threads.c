@@ -1,9 +1,10 @@
 /* Several workers of the engine as threads of one process, so that ThreadSanitizer sees both ends of
    every channel. Each thread sends a vector to every other one and takes theirs, call after call,
-   through slots or where the vector lies; values are checked.
+   through slots or where the vector lies; values are checked. Calls are made one by one, or two are
+   started, of which the second is waited for first.
 
    Usage: engine_threads WORKERS CALLS BYTES MODE
-   MODE: "slots" or "direct". tools/sanitize.py builds and runs it; it defines ENGINE, the file with
+   MODE: "slots", "direct", "early slots" or "early direct". tools/sanitize.py builds and runs it; it defines ENGINE, the file with
    the engine, which a test changes to see that mistakes are reported.  */
 
 #define _GNU_SOURCE
@@ -28,12 +29,12 @@ static void *copy(void *to, const void *from, size_t bytes) {
 enum { MOST_WORKERS = 8, CONTROL_BYTES = 2 * SIZE + 8 * HEADER * SLOTS };
 enum { WORDS_OF_ENTRY = DIMS, OWN_CODE = 7 };
 
-static int num_workers, num_calls, is_direct;
+static int num_workers, num_calls, is_direct, is_early;
 static size_t num_bytes, slot_size;
 static sem_t wakeups[MOST_WORKERS];
 static word asleep[MOST_WORKERS];
 static char *controls[MOST_WORKERS][MOST_WORKERS], *slots[MOST_WORKERS][MOST_WORKERS];
-static word sent[MOST_WORKERS][MOST_WORKERS][LAST_DIRECT + 1], taken[MOST_WORKERS][MOST_WORKERS][2];
+static word sent[MOST_WORKERS][MOST_WORKERS][LAST_DIRECT + 1], taken[MOST_WORKERS][MOST_WORKERS][POSTED + 1];
 
 static word *write_entry(word *at, int from, int to, int is_give, word offset) {
     const int other = is_give ? to : from;
@@ -52,12 +53,33 @@ static word *write_entry(word *at, int from, int to, int is_give, word offset) {
     return at + WORDS_OF_ENTRY;
 }
 
+static void fill(word *x, int me, word call) {
+    for (size_t i = 0; i < num_bytes / sizeof(word); i++) x[i] = 1000 * call + 10 * me + (word)(i % 7);
+}
+
+static void check(const word *row, int me, word call) {
+    const size_t count = num_bytes / sizeof(word);
+    for (int other = 0; other < num_workers; other++) {
+        if (other == me) continue;
+        for (size_t i = 0; i < count; i++)
+            if (row[i] != 1000 * call + 10 * other + (word)(i % 7)) {
+                fprintf(stderr, "worker %d got a wrong value in call %ld\n", me, (long)call);
+                exit(3);
+            }
+        row += count;
+    }
+}
+
 static void *work(void *argument) {
     const int me = (int)(intptr_t)argument;
     const int others = num_workers - 1;
     word *program = calloc(ENTRIES + 2 * MOST_WORKERS * WORDS_OF_ENTRY, sizeof(word));
-    const size_t count = num_bytes / sizeof(word);
-    word *x = malloc(num_bytes), *y = malloc(num_bytes * (size_t)others);
+    const size_t num_words = MOST_WORKERS * (1 + RECEIVE);
+    word *x[2], *y[2], *started[2];
+    for (int k = 0; k < 2; k++) {
+        x[k] = malloc(num_bytes), y[k] = malloc(num_bytes * (size_t)others);
+        started[k] = calloc(num_words, sizeof(word));
+    }
     program[CODE] = OWN_CODE;
     program[NUM_GIVES] = program[NUM_TAKES] = others;
     program[BACKOFF] = 2000, program[YIELDS] = 1; /* sleep soon: that is what is tried here */
@@ -68,33 +90,40 @@ static void *work(void *argument) {
     word *at = program + ENTRIES;
     for (int other = 0; other < num_workers; other++)
         if (other != me) at = write_entry(at, me, other, 1, 0);
+    const word *takes = at;
     word offset = 0;
     for (int other = 0; other < num_workers; other++)
         if (other != me) {
             at = write_entry(at, other, me, 0, offset);
             offset += (word)num_bytes;
         }
-    for (word call = 0; call < num_calls; call++) {
-        for (size_t i = 0; i < count; i++) x[i] = 1000 * call + 10 * me + (word)(i % 7);
+    for (word call = 0; is_early && call + 1 < num_calls; call += 2) {
+        for (int k = 0; k < 2; k++) {
+            fill(x[k], me, call + k);
+            memset(started[k], 0, num_words * sizeof(word));
+            while (!start(program, (char *)y[k], (const char *)x[k], call + k, started[k])) sched_yield();
+        }
+        for (int k = 1; k >= 0; k--) {
+            if (!finish(program, started[k], takes, others)) {
+                fprintf(stderr, "worker %d did not finish call %ld\n", me, (long)call + k);
+                exit(2);
+            }
+            check(y[k], me, call + k);
+        }
+    }
+    for (word call = 0; !is_early && call < num_calls; call++) {
+        fill(x[0], me, call);
         long done;
-        while ((done = run(program, (char *)y, (const char *)x, call)) == NOTHING) sched_yield();
+        while ((done = run(program, (char *)y[0], (const char *)x[0], call)) == NOTHING) sched_yield();
         while (done == UNREAD && !await_readers(program, program + ENTRIES)) {}
         if (done != UNREAD && done != others) {
             fprintf(stderr, "worker %d took %ld of %d in call %ld\n", me, done, others, (long)call);
             exit(2);
         }
-        const word *row = y;
-        for (int other = 0; other < num_workers; other++) {
-            if (other == me) continue;
-            for (size_t i = 0; i < count; i++)
-                if (row[i] != 1000 * call + 10 * other + (word)(i % 7)) {
-                    fprintf(stderr, "worker %d got a wrong value in call %ld\n", me, (long)call);
-                    exit(3);
-                }
-            row += count;
-        }
+        check(y[0], me, call);
     }
-    free(program), free(x), free(y);
+    free(program);
+    for (int k = 0; k < 2; k++) free(x[k]), free(y[k]), free(started[k]);
     return NULL;
 }
 
@@ -102,7 +131,7 @@ int main(int argc, char **argv) {
     if (argc != 5) return 1;
     num_workers = atoi(argv[1]), num_calls = atoi(argv[2]);
     num_bytes = (size_t)atol(argv[3]);
-    is_direct = !strcmp(argv[4], "direct");
+    is_direct = !!strstr(argv[4], "direct"), is_early = !!strstr(argv[4], "early");
     slot_size = num_bytes > 4096 ? num_bytes : 4096;
     pthread_t threads[MOST_WORKERS];
     for (int from = 0; from < num_workers; from++) {

@@ -26,7 +26,10 @@ BUILD = ROOT / "build/sanitize"
 COMPILER = os.environ.get("CC", "cc").split()
 COMMON = ("-g", "-O1", "-std=gnu11", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
 # (workers, calls, bytes of a message, mode)
-THREADS = ((2, 3000, 64, "slots"), (3, 500, 1024, "slots"), (2, 300, 2**16, "direct"))
+THREADS = (
+    *((2, 3000, 64, "slots"), (3, 500, 1024, "slots"), (2, 300, 2**16, "direct")),
+    *((2, 3000, 64, "early slots"), (3, 500, 1024, "early slots"), (2, 300, 2**16, "early direct")),
+)
 SANITIZERS = {
     "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all"),
     "address": ("-fsanitize=address",),
