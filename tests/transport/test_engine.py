@@ -122,6 +122,37 @@ def test_sums_of_each_kind(run: Run, nprocs: int) -> None:
     assert run(sums_of_each_kind, nprocs=nprocs) == [[]] * nprocs
 
 
+def bits_of_sums() -> list[bytes]:
+    """Sums of numbers of many sizes, whose bits depend on the order: each way, whoever is late."""
+    P = tessel.world()
+    generator = torch.Generator().manual_seed(transport.this_worker())
+    found = []
+    for n in (100, 40_000, 300_000):
+        whole, parts = whole_and_parts(n)
+        owned = Layout.whole(P.create_partition_inclusive([0]), (n,))
+        wide = Layout.balanced(P, (n,)).grow([(7, 7)])
+        for source, target in ((whole, whole), (whole, owned), (whole, parts), (wide, parts)):
+            x = torch.randn(source.local_shape, generator=generator)
+            x *= torch.randn(x.shape, generator=generator).mul(10).exp()
+            time.sleep(random.random() / 100)  # not the same in each run
+            found.append(Move(source, target).apply(x).numpy().tobytes())
+    return found
+
+
+def bits_of_each_engine() -> list[list[bytes]]:
+    found = []
+    for engine in copy_program.ENGINES:
+        with stress.afresh(TESSEL_ENGINE=engine):
+            found += [bits_of_sums() for _ in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [2, 5])
+def test_sums_have_the_same_bits_in_every_run(run: Run, nprocs: int) -> None:
+    for first, *others in run(bits_of_each_engine, nprocs=nprocs):
+        assert all(each == first for each in others)
+
+
 def back_from_halos(columns: int) -> tuple[bool, list[int]]:
     """Strips are added to where they came from, each at its own place."""
     P = tessel.world().create_cartesian_topology_partition([tessel.world().size, 1])
