@@ -45,7 +45,9 @@ def grid(size: int) -> tessel.Partition:
 
 def converted(P: tessel.Partition, rows: int = 12) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = tessel.nn.distribute_module(Residual().double().cuda(), P)
+    with torch.device("cpu"):  # where random numbers are those of one process
+        model = Residual().double()
+    model = tessel.nn.distribute_module(model.cuda(), P)
     whole = torch.arange(2 * 2 * rows * 6.0).reshape(2, 2, rows, 6).mul(0.7).sin().double()
     return model, tessel.Layout.balanced(P, whole.shape).local_part(whole).cuda()
 
