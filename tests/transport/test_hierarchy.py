@@ -273,3 +273,21 @@ def test_hosts_that_are_out_of_step_raise_at_once(in_new_job: Any) -> None:
     said = in_new_job(out_of_step, nprocs=4, timeout=60)
     firsts = [text for text in said if "the exchanges before this one were" in text]
     assert firsts and all("1 on worker 0, 2 on worker 1" in text for text in firsts), said
+
+
+def dense_where_one_is_alone() -> list[bool]:
+    """Everybody has something for everybody: all of them send it in the same way, or they hang."""
+    with stress.on_hosts("a", "b", "b"):
+        P = tessel.world()
+        rows, columns = (
+            Layout.balanced(P.create_cartesian_topology_partition(grid), (6, 9))
+            for grid in ([P.size, 1], [1, P.size])
+        )
+        x = torch.arange(54.0).view(6, 9)
+        move = Move(rows, columns)
+        y = move.apply(rows.local_part(x).clone())
+        return [move.route[0].dense, torch.equal(y, columns.local_part(x))]
+
+
+def test_a_worker_that_is_alone_on_its_host_sends_as_the_others_do(run: Run) -> None:
+    assert run(dense_where_one_is_alone, nprocs=3) == [[True, True]] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,13 @@ def made_by(name: str, num_bytes: int) -> tuple[list[int], list[int]]:
         with Allocations() as counted:
             y = move.apply(x)
         made.append(counted.made)
-    return min(made, key=sum), filled(y)
+    return min(made, key=sum), added_by(move) + filled(y)
+
+
+def added_by(move: Move) -> list[int]:
+    """The bytes of the part of a sum that this worker adds for another, if it does."""
+    first, *rest = move.route
+    return [WIDTH * math.prod(first.target_shape)] if rest and rest[-1].kept is None else []
 
 
 def filled(*results: Tensor) -> list[int]:
@@ -145,7 +152,7 @@ def made_with_gradients(name: str, num_bytes: int) -> tuple[list[int], list[int]
     with Allocations() as counted:
         y = move.apply(x)
         (grad,) = torch.autograd.grad(y, x, weights)
-    return counted.made, filled(y, grad)
+    return counted.made, added_by(move) + filled(y) + added_by(move.H) + filled(grad)
 
 
 def all_made_with_gradients() -> dict[str, list[Any]]:

@@ -571,15 +571,15 @@ class Stage:
         self.group.finish(program, x, rest, own)
 
     def _remember_again(self, x: Tensor, y: Tensor) -> None:
-        """Keep what is needed to make the same exchange again, of what is small."""
+        """Keep what is needed to make the same exchange again."""
         program = self._programs[x.dtype, x.stride(), y.stride(), False, False]
-        shape, is_alike = self.plan.target_shape, self.plan.target_shape == self.plan.source_shape
-        # others may read what is large where it lies: `_program` looks whether they can
-        if program is None or program.readers or not y.is_contiguous() or not y.numel():
-            return
-        length = program.length
+        assert program is not None
+        shape, length, readers = self.plan.target_shape, program.length, program.readers
+        is_alike = shape == self.plan.source_shape
 
         def again(x: Tensor) -> Tensor | None:
+            if readers and is_pinned(x):
+                return None
             if is_alike:
                 y = torch.empty_like(x, memory_format=torch.contiguous_format)
             else:

@@ -24,11 +24,13 @@ class Ways:
         host: those with whom this worker shares memory, if any.
         handle: of the group in `torch.distributed`.
         mpi: what carries messages to other hosts; None if `torch.distributed` does.
+        hosts: for each worker of the job the number of its host; empty if all run on one.
 
     Attributes:
         others: of the group.
         near: those of them whom memory reaches, and `all_near` whether that is all.
-        are_all_by_gloo: whether all others are reached by `torch.distributed`.
+        are_all_by_gloo: whether all workers of the group reach all others by `torch.distributed`:
+            the same on all of them, who then make one collective.
     """
 
     def __init__(
@@ -38,13 +40,18 @@ class Ways:
         host: Host | None,
         handle: Any,
         mpi: Mpi | None = None,
+        hosts: Sequence[int] = (),
     ) -> None:
         self.worker, self.workers, self.host, self.handle = worker, workers, host, handle
         self.mpi = mpi
         self.others = tuple(each for each in workers if each != worker)
         self.near = frozenset(host.workers if host else ()).intersection(self.others)
         self.all_near = len(self.near) == len(self.others)
-        self.are_all_by_gloo = not self.near and bool(self.others) and mpi is None
+        # A worker that is alone on its host has nobody near, while others of the group may have.
+        are_alone = (
+            len({hosts[each] for each in workers}) == len(workers) if hosts else not self.near
+        )
+        self.are_all_by_gloo = are_alone and bool(self.others) and mpi is None
 
 
 class Exchange:

@@ -589,7 +589,8 @@ class Group:
     @cached_property
     def _ways(self) -> Ways:
         membership = self._membership
-        return Ways(this_worker(), self.workers, membership.host, self.handle, membership.mpi)
+        ways = membership.host, self.handle, membership.mpi, membership.hosts
+        return Ways(this_worker(), self.workers, *ways)
 
     @cached_property
     def _control_device(self) -> torch.device:
