@@ -284,10 +284,10 @@ def dense_where_one_is_alone() -> list[bool]:
             for grid in ([P.size, 1], [1, P.size])
         )
         x = torch.arange(54.0).view(6, 9)
-        move = Move(rows, columns)
+        move = tessel.Move(rows, columns)
         y = move.apply(rows.local_part(x).clone())
         return [move.route[0].dense, torch.equal(y, columns.local_part(x))]
 
 
-def test_a_worker_that_is_alone_on_its_host_sends_as_the_others_do(run: Run) -> None:
+def test_a_worker_that_is_alone_on_its_host_sends_as_the_others_do(run: Any) -> None:
     assert run(dense_where_one_is_alone, nprocs=3) == [[True, True]] * 3
