@@ -16,6 +16,7 @@ PREFIX = "TESSEL_"
 KNOWN = (
     *("TESSEL_ALLOCATOR", "TESSEL_CHECK", "TESSEL_DEBUG", "TESSEL_ENGINE"),
     *(
+        "TESSEL_FFT",
         "TESSEL_LAUNCHER",
         "TESSEL_LOG",
         "TESSEL_MACHINE",
