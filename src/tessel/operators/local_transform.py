@@ -161,7 +161,7 @@ class _Plan:
             self._plan = _imported("fftw").FFTW(*arrays, dims, flags=flags, **settings)
 
     def room(self) -> Tensor:
-        return torch.empty(self._lengths, dtype=self._dtype).permute(self._back)
+        return torch.empty(self._lengths, dtype=self._dtype, device="cpu").permute(self._back)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.room()
@@ -177,7 +177,7 @@ def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> 
     flags = ("FFTW_ESTIMATE", *(() if aligned else ("FFTW_UNALIGNED",)))
     direction = "FFTW_FORWARD" if kind in ("fftn", "rfftn") else "FFTW_BACKWARD"
     settings = {"direction": direction, "threads": threads}
-    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if kind == "rfftn":
         return [_Plan(like, dims, n // 2 + 1, complex_of(x.dtype), *flags, **settings)]
     if kind != "irfftn":
