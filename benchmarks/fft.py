@@ -4,7 +4,9 @@ A cube of real or complex numbers, in single or double precision, in slabs or pe
 transformed forward. All keep their input; the results of Tessel and mpi4py-fft stay where the last
 step leaves them. mpi4py-fft plans with FFTW_MEASURE, takes that order of axes that is the fastest
 on its processes, and writes into a buffer that it keeps; all others give a new tensor. Before it is
-timed every transform is checked with a wave, which has one coefficient.
+timed every transform is checked with a wave, which has one coefficient. With pyfftw installed
+beside Tessel (the extra `fft`), its workers choose FFTW where it is faster; how long they take with
+torch's transforms alone is measured as well.
 
 Two workers have no grid of pencils that is not one of slabs. FFTW's plans are kept in build/mpi,
 so that the first run takes longer; to plan anew, remove the files `*_wisdom_*` there.
@@ -17,6 +19,7 @@ Without --all each length, dtype and grid is there, but not each with each.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch import Tensor
 
 import tessel
 
+OWN = "Tessel, torch's transforms"
 MPI, THREADS, ALONE = "mpi4py-fft", "torch, P threads", "torch, 1 thread"
 LENGTHS = (64, 128, 256)
 DTYPES = {
@@ -84,6 +88,19 @@ def by_tessel(settings: Settings) -> Callable[[], object]:
     return step
 
 
+def by_tessel_and_torch(settings: Settings) -> Callable[[], object]:
+    step = by_tessel(settings)
+
+    def by_torch_alone() -> object:
+        os.environ["TESSEL_FFT"] = "torch"
+        try:
+            return step()
+        finally:
+            del os.environ["TESSEL_FFT"]
+
+    return by_torch_alone
+
+
 def by_torch(settings: Settings) -> Callable[[], object]:
     n, dtype = settings["length"], getattr(torch, settings["dtype"])
     function = torch.fft.fftn if dtype.is_complex else torch.fft.rfftn
@@ -125,6 +142,7 @@ def claim(every: bool) -> Claim:
         cases(every),
         [
             OnWorkers("Tessel", by_tessel, split=True),
+            OnWorkers(OWN, by_tessel_and_torch),
             UnderMpi(MPI, "fft_mpi.py"),
             InOneProcess(THREADS, by_torch),
             InOneProcess(ALONE, by_torch, threads=1),

@@ -47,6 +47,7 @@ from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, HostRendezvous
 from tessel.cli.stragglers import Stragglers
 from tessel.launch.gate import Endpoint, GateError, read_token
 from tessel.machine import ALLOCATORS, interface_of, loopback, usable_cores
+from tessel.operators.local_transform import LIBRARIES
 from tessel.settings import chosen, time_limit
 from tessel.tracing.block import VARIABLE as TRACE
 from tessel.tracing.block import why_not
@@ -61,6 +62,7 @@ _SECONDS_TO_END = 5
 _CHOICES = {
     "TESSEL_ALLOCATOR": ALLOCATORS,
     "TESSEL_ENGINE": ENGINES,
+    "TESSEL_FFT": LIBRARIES,
     "TESSEL_TRANSPORT": TRANSPORTS,
     "TESSEL_CHECK": ("0", "1"),
     "TESSEL_DEBUG": ("0", "1"),

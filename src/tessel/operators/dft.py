@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, inf, log2, prod
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.linop import record_local
 from tessel.operators.leaf import Leaf
+from tessel.operators.local_transform import LocalTransform
 from tessel.operators.memory import Order, inverse_of, order_of
 from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length, complex_of
 
@@ -71,15 +73,16 @@ class ParDFT(Leaf):
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if not self.is_padded:
-            return self.act_together([(self, first)], x)
+            return JointTransform([(self, first)])(x)
         # Modes are cut, or filled up, where they lie one behind the other.
         order = self.order_after(order_of(x), [first])
         rows, last = x.permute(order), x.dim() - 1
         spectrum = Spectrum(self.modes, self.source.numel, self.is_real, self.is_inverse)
+        transform = JointTransform([(self, last)])
         if self.is_swapped:
-            y = self.act_together([(self, last)], spectrum.filled_up(rows))
+            y = transform(spectrum.filled_up(rows))
         else:
-            y = spectrum.cut(self.act_together([(self, last)], rows))
+            y = spectrum.cut(transform(rows))
         # Coefficients of n points are n/m times those of m points; the inverse undoes that.
         ratio = self.modes / self.source.numel
         return (y * (1 / ratio if self.is_inverse else ratio)).permute(inverse_of(order))
@@ -103,25 +106,7 @@ class ParDFT(Leaf):
     @staticmethod
     def act_together(transforms: Sequence[tuple[ParDFT, int]], x: Tensor) -> Tensor:
         """Transforms of one kind along several dimensions in one call."""
-        one = transforms[0][0]
-        real = [(each, dim) for each, dim in transforms if each.is_real]
-        dims = [dim for each, dim in transforms if not each.is_real]
-        there = not one.is_swapped
-        # Torch's word for the factor: none on the way there and for its adjoint, else 1/n.
-        norm = "backward" if there != one.is_inverse else "forward"
-        if not real:
-            return (torch.fft.fftn if there else torch.fft.ifftn)(x, dim=dims, norm=norm)
-        ((transform, dim),) = real
-        n = transform.source.numel
-        if there:
-            y = torch.fft.rfftn(x, dim=[*dims, dim], norm=norm)
-            return _weighted(y, dim, n, 2.0) if transform.is_weighted else y
-        if transform.is_weighted:
-            x = _weighted(x, dim, n, 0.5)
-        # Torch needs all lengths if one is given, and that of a real transform cannot be guessed:
-        # n = 2k and n = 2k + 1 have as many coefficients.
-        lengths = [x.shape[each] for each in dims]
-        return torch.fft.irfftn(x, s=[*lengths, n], dim=[*dims, dim], norm=norm)
+        return JointTransform(transforms)(x)
 
     def order_after(self, order: Order, dims: list[int]) -> Order:
         """Torch leaves the dimensions last that it transformed."""
@@ -135,6 +120,49 @@ class ParDFT(Leaf):
         n = self.source.numel  # points, from which or to which it goes
         columns = prod(shape) / max(1, shape[dims[0]])
         return 5.0 * n * log2(max(2, n)) * columns * (0.5 if self.is_real else 1.0)
+
+
+class JointTransform:
+    """Transforms of one kind along several dimensions, by one call of a library.
+
+    Args:
+        transforms: each with its dimension; at most one is real.
+    """
+
+    def __init__(self, transforms: Iterable[tuple[ParDFT, int]]) -> None:
+        # those to or from real numbers last, as libraries do
+        self.transforms = sorted(transforms, key=lambda pair: pair[0].is_real)
+        one = self.transforms[-1][0]
+        there = not one.is_swapped
+        kinds = ("rfftn", "irfftn") if one.is_real else ("fftn", "ifftn")
+        self.call = LocalTransform(  # what a library is asked for
+            kinds[one.is_swapped],
+            tuple(dim for _, dim in self.transforms),
+            tuple(each.source.numel for each, _ in self.transforms),
+            # Torch's word for the factor: none on the way there and for its adjoint, else 1/n.
+            "backward" if there != one.is_inverse else "forward",
+        )
+
+    @property
+    def H(self) -> JointTransform:
+        return JointTransform((each.H, dim) for each, dim in self.transforms)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        library = self.call.library(x)
+        # Torch derives its own transforms; of the others the gradient is the adjoint.
+        return self._by(library, x) if library == "torch" else record_local(self, x)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self._by(self.call.library(x), x)
+
+    def _by(self, library: str, x: Tensor) -> Tensor:
+        transform, dim = self.transforms[-1]
+        if not transform.is_weighted:
+            return self.call(x, library)
+        n = transform.source.numel
+        if transform.is_swapped:
+            return self.call(_weighted(x, dim, n, 0.5), library)
+        return _weighted(self.call(x, library), dim, n, 2.0)
 
 
 def _weighted(y: Tensor, dim: int, n: int, weight: float) -> Tensor:

@@ -18,7 +18,7 @@ from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.shared import Replicate, anchored_zeros
 from tessel.operators import tasks
-from tessel.operators.dft import ParDFT
+from tessel.operators.dft import JointTransform, ParDFT
 from tessel.operators.layouts import alike, box_of, with_batch
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of
@@ -122,11 +122,9 @@ def _action(step: Local) -> Function:
         longer = step.after if actor.is_swapped else step.before
         part = box_of(longer, this_worker())[dims[0]]
         return lambda x, values: actor.act_on_part(x, dims[0], part)
-    if len(step.group) > 1:
-        together = [(task.actor, task.dims[0]) for task in step.group]
-        return lambda x, values: actor.act_together(together, x)
-    if isinstance(actor, ParDFT):
-        return lambda x, values: actor.act(x, dims[0], None)
+    if isinstance(actor, ParDFT) and not actor.is_padded:  # several, if they are of one kind
+        joint = JointTransform((task.actor, task.dims[0]) for task in step.group)
+        return lambda x, values: joint(x)
     return lambda x, values: tasks.perform_group(step.group, x, values)
 
 

@@ -15,6 +15,7 @@ from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.shards import (
+    Sharding,
     State,
     UnknownSharding,
     as_plain,
@@ -29,6 +30,7 @@ from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.tensor.table import opened
+from tessel.transport import kept_in_job
 
 
 def parallel_cross_entropy(
@@ -90,10 +92,42 @@ def parallel_cross_entropy(
         return F.cross_entropy(
             input, target, weight, None, ignore_index, None, reduction, label_smoothing
         )
+    others = partition, ignore_index, reduction, label_smoothing
+    key = _key_alone(input, target, weight, sharding, *others)
+    # A worker alone has nobody to agree with, and torch itself looks at the values: what fitted
+    # once fits again. No more than this, as Python is slow where large tensors fill the caches.
+    if key is not None and key in _known_alone():
+        with torch._C.DisableTorchFunctionSubclass():
+            return F.cross_entropy(
+                input, target, weight, None, ignore_index, None, reduction, label_smoothing
+            )
     measure = CrossEntropy(ignore_index, label_smoothing, reduction)
     autocast = torch.is_autocast_enabled(input.device.type)
     loss = ShardedLoss.of(sharding, target, weight, partition, measure, autocast)
-    return _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
+    found = _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
+    if key is not None:
+        _known_alone().add(key)
+    return found
+
+
+@kept_in_job
+def _known_alone() -> set[Any]:
+    """The kinds of calls that were found to be right in a group of one worker."""
+    return set()
+
+
+def _key_alone(
+    input: Tensor, target: Any, weight: Any, sharding: Sharding, *others: Any
+) -> tuple[Any, ...] | None:
+    """What decides whether the tensors of a worker alone fit; None if there are others."""
+    plain = Tensor, torch.nn.Parameter, type(None)
+    is_alone = sharding.partition.size == 1 and not torch.compiler.is_compiling()
+    if not is_alone or type(target) not in plain[:2] or type(weight) not in plain:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():  # shards would look for a rule
+        kinds = [(each.shape, each.dtype, each.device) for each in (input, target)]
+        kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
+    return *kinds, kind, sharding, *others
 
 
 class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -145,17 +179,7 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 @eagerly
 def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
-    known = loss.known_alone()
-    kinds = tuple(
-        (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else type(each)
-        for each in (x, target, weight)
-    )
-    # a worker alone has nobody to agree with, and torch itself looks at the values
-    if kinds in known:
-        return loss.measure.by_torch(x, target, weight)
     layout, meta, target_meta = agreed_logits(loss, x, target, weight)
-    if loss.partition.size == 1:
-        known.add(kinds)
     # A target that needs a gradient on some workers only would leave these alone in the backward
     # pass: here it needs one on all of them, or on none.
     target = grad_alike(as_agreed(target, target_meta, True), target_meta)

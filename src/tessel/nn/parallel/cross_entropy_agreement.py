@@ -96,11 +96,6 @@ class ShardedLoss:
         """What the loss is called, and all that is known of it."""
         return self.label, repr(self)
 
-    @kept_in_job
-    def known_alone(self) -> set[Any]:
-        """The kinds of tensors that were found to fit a call of one worker."""
-        return set()
-
     @kept_in_job  # once for the same shapes: a training step asks for the same each time
     def conclude(self, inputs: Frozen, targets: Frozen) -> Agreed:
         """What follows from the shapes and kinds of all workers, the same on each of them.

@@ -1,0 +1,209 @@
+"""Fourier transforms of a worker's own part, by that library which is the fastest on it.
+
+Torch's own transforms are those of MKL, of cuFFT on a GPU. Of small slabs FFTW takes half of MKL's
+time on some processors, and the other way round on large ones: so what is transformed again and
+again is measured, once in a process. Each worker chooses alone, since nothing travels here.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from math import inf, prod
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tessel.core.agreement import remember
+from tessel.operators.memory import inverse_of, order_of
+from tessel.operators.space import Shape, complex_of, real_of
+from tessel.settings import chosen
+from tessel.transport import is_plain
+
+LIBRARIES = ("auto", "torch", "scipy", "fftw")
+VARIABLE = "TESSEL_FFT"
+_MODULES = {"scipy": "scipy.fft", "fftw": "pyfftw"}
+_PACKAGES = {"scipy": "scipy", "fftw": "pyfftw"}
+_CALLS = 8  # from which on it is worth importing and measuring others
+_MOST = 2**22  # values above which only torch's is used: what a measurement would cost nobody asked
+_GAIN = 0.9  # another library must be that much faster: noise shall not decide between equals
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class LocalTransform:
+    """Transforms along several dimensions in one call.
+
+    Args:
+        kind: "fftn", "ifftn", "rfftn" or "irfftn".
+        dims: along which; a real transform is along the last one.
+        lengths: the numbers of points along them; real transforms have n // 2 + 1 coefficients.
+        norm: "backward" or "forward", as torch names them.
+
+    >>> import torch
+    >>> LocalTransform("fftn", (0,), (2,), "backward")(torch.tensor([1 + 0j, 2]))
+    tensor([ 3.+0.j, -1.+0.j])
+    """
+
+    kind: str
+    dims: tuple[int, ...]
+    lengths: Shape
+    norm: str
+
+    def library(self, x: Tensor) -> str:
+        """Which library is to transform x."""
+        # What looks at torch's functions (a compiler, a counter of operations) has to see one.
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+            return "torch"
+        choice = chosen(VARIABLE, LIBRARIES)
+        if choice == "torch" or not is_plain(x) or x.dtype not in _DTYPES or not x.numel():
+            return "torch"
+        if choice != "auto":
+            _imported(choice)
+            return choice
+        others = _others()
+        if not others or x.numel() > _MOST or torch.are_deterministic_algorithms_enabled():
+            return "torch"
+        key = self, x.dtype, x.shape, x.stride(), torch.get_num_threads()
+        found = _measured.get(key, 0)
+        if isinstance(found, int):  # that many calls before
+            found = found + 1 if found + 1 < _CALLS else self._fastest(x, others)
+            remember(_measured, key, found)
+        return found if isinstance(found, str) else "torch"
+
+    def __call__(self, x: Tensor, library: str = "torch") -> Tensor:
+        """The transform of x, by a library; only torch's is seen by autograd."""
+        if library == "torch":
+            function = getattr(torch.fft, self.kind)
+            s = self.lengths if self.kind == "irfftn" else None
+            return function(x, s=s, dim=self.dims, norm=self.norm)
+        return (self._by_scipy if library == "scipy" else self._by_fftw)(x.detach())
+
+    def _fastest(self, x: Tensor, others: tuple[str, ...]) -> str:
+        x = x.detach()
+        with suppress(ValueError):
+            others = tuple(each for each in others if _imported(each))
+        seconds = dict.fromkeys(("torch", *others), inf)
+        for number in range(4):
+            for library in seconds:
+                begin = perf_counter()
+                self(x, library)
+                if number:  # the first time it plans
+                    seconds[library] = min(seconds[library], perf_counter() - begin)
+        best = min(others, key=seconds.__getitem__)
+        return best if seconds[best] < _GAIN * seconds["torch"] else "torch"
+
+    def _by_scipy(self, x: Tensor) -> Tensor:
+        function = getattr(_imported("scipy"), self.kind)
+        threads = torch.get_num_threads()
+        y = function(x.numpy(), self.lengths, self.dims, self.norm, workers=threads)
+        return torch.from_numpy(y)
+
+    def _by_fftw(self, x: Tensor) -> Tensor:
+        aligned, threads = x.data_ptr() % 64 == 0, torch.get_num_threads()
+        key = self, x.dtype, x.shape, x.stride(), aligned, threads
+        plans = _plans.get(key)
+        if plans is None:
+            plans = _plan(self, x, aligned, threads)
+            remember(_plans, key, plans)
+        for plan in plans:
+            x = plan(x)
+        return x if self.scale == 1 else x.mul_(self.scale)
+
+    @cached_property
+    def scale(self) -> float:
+        """The factor that libraries without norms leave out."""
+        is_there = self.kind in ("fftn", "rfftn")
+        return 1.0 if (self.norm == "backward") == is_there else 1 / prod(self.lengths)
+
+
+# which library is the fastest, or how often it was not asked yet
+_measured: dict[Any, str | int] = {}
+_plans: dict[Any, list[_Plan]] = {}
+_planner = Lock()  # FFTW's is none for several threads
+
+
+class _Plan:
+    """A plan of FFTW: from tensors of one form to new ones, whose transformed dimensions lie last.
+
+    Plans are estimated, not measured: the same ones, and so the same bits, in every run.
+
+    Args:
+        x: a tensor of that form; its values do not matter.
+        dims: along which.
+        length: of the result along the last of them.
+        dtype: of the result.
+        flags, settings: of pyfftw.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        dims: Shape,
+        length: int,
+        dtype: torch.dtype,
+        *flags: str,
+        **settings: Any,
+    ) -> None:
+        order = sorted(order_of(x), key=lambda dim: dim in dims)
+        shape = {**dict(enumerate(x.shape)), dims[-1]: length}
+        self._lengths, self._back = [shape[dim] for dim in order], inverse_of(tuple(order))
+        self._dtype, self._lock = dtype, Lock()
+        with _planner:
+            arrays = x.numpy(), self.room().numpy()
+            self._plan = _imported("fftw").FFTW(*arrays, dims, flags=flags, **settings)
+
+    def room(self) -> Tensor:
+        return torch.empty(self._lengths, dtype=self._dtype, device="cpu").permute(self._back)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.room()
+        with self._lock:  # a plan knows its arrays
+            self._plan.update_arrays(x.numpy(), y.numpy())
+            self._plan.execute()
+        return y
+
+
+def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> list[_Plan]:
+    """The plans that make up a transform, one behind the other."""
+    kind, dims, n = transform.kind, transform.dims, transform.lengths[-1]
+    flags = ("FFTW_ESTIMATE", *(() if aligned else ("FFTW_UNALIGNED",)))
+    direction = "FFTW_FORWARD" if kind in ("fftn", "rfftn") else "FFTW_BACKWARD"
+    settings = {"direction": direction, "threads": threads}
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    if kind == "rfftn":
+        return [_Plan(like, dims, n // 2 + 1, complex_of(x.dtype), *flags, **settings)]
+    if kind != "irfftn":
+        return [_Plan(like, dims, n, x.dtype, *flags, **settings)]
+    real = real_of(x.dtype)
+    if len(dims) == 1:
+        return [_Plan(like, dims, n, real, *flags, **settings)]
+    # Others first: what is no transform of real numbers is then read as torch reads it, and the
+    # last step may overwrite what it gets.
+    others = _Plan(like, dims[:-1], x.shape[dims[-2]], x.dtype, *flags, **settings)
+    flags = (*flags, "FFTW_DESTROY_INPUT")
+    return [others, _Plan(others.room(), dims[-1:], n, real, *flags, **settings)]
+
+
+@cache
+def _others() -> tuple[str, ...]:
+    """The libraries beside torch's that are installed."""
+    return tuple(name for name, module in _PACKAGES.items() if find_spec(module) is not None)
+
+
+@cache
+def _imported(library: str) -> Any:
+    try:
+        return import_module(_MODULES[library])
+    except ImportError as error:
+        raise ValueError(
+            f"{VARIABLE}={library} needs the package {_PACKAGES[library]}, which cannot be "
+            f"imported ({error}); install it, or set {VARIABLE}=torch"
+        ) from error
