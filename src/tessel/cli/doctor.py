@@ -26,7 +26,7 @@ from rich.table import Table
 
 from tessel import transport
 from tessel.cli.checks import Finding, check_rates, examine
-from tessel.cli.facts import Facts, gather_facts
+from tessel.cli.facts import Facts
 from tessel.cli.measure import Rate, measure_job, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
 from tessel.operators.units import num_bytes, num_flops, num_seconds
@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
         return 2
     if args.measure and transport.launched_as() is not None:
         return _measure_job(args)
-    facts = gather_facts()
+    facts = Facts()
     findings = examine(facts)
     rates: list[Rate] = []
     # Workers that cannot talk to each other would only be waited for.
