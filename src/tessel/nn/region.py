@@ -25,12 +25,6 @@ from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
-from tessel.nn.conv_transpose import (
-    DistributedConvTranspose1d,
-    DistributedConvTranspose2d,
-    DistributedConvTranspose3d,
-)
-from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from tessel.nn.layer import (
     Entry,
     Layer,
@@ -40,16 +34,6 @@ from tessel.nn.layer import (
     lies_alone,
     needs_of,
     parts_agreement,
-)
-from tessel.nn.norm import (
-    DistributedBatchNorm,
-    DistributedBatchNorm1d,
-    DistributedBatchNorm2d,
-    DistributedBatchNorm3d,
-    DistributedInstanceNorm,
-    DistributedInstanceNorm1d,
-    DistributedInstanceNorm2d,
-    DistributedInstanceNorm3d,
 )
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
@@ -345,7 +329,7 @@ class RegionStep(ABC):
 
 
 class _Convolving(RegionStep):
-    kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
+    kinds = (nn.modules.conv._ConvNd,)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
@@ -394,7 +378,7 @@ def _widths(plan: Windowed, num_dims: int) -> list[int]:
 
 
 class _Transposed(RegionStep):
-    kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
+    kinds = (nn.modules.conv._ConvTransposeNd,)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
@@ -457,11 +441,7 @@ class _Interpolating(RegionStep):
 
 
 class _Normalizing(RegionStep):
-    kinds = (
-        *(DistributedBatchNorm, DistributedBatchNorm1d, DistributedBatchNorm2d),
-        *(DistributedBatchNorm3d, DistributedInstanceNorm, DistributedInstanceNorm1d),
-        *(DistributedInstanceNorm2d, DistributedInstanceNorm3d),
-    )
+    kinds = (nn.modules.batchnorm._NormBase,)  # batch and instance norms
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if self.layer.training or self.layer.running_mean is None:
@@ -550,7 +530,7 @@ class _Prelu(_Pointwise):
 
 
 _STEPS: tuple[type[RegionStep], ...] = (
-    *(_Convolving, _Transposed, _Pooling, _Interpolating, _Normalizing),
+    *(_Transposed, _Convolving, _Pooling, _Interpolating, _Normalizing),  # the first that fits
     *(_Padding, _Pointwise, _Prelu),
 )
 
@@ -558,16 +538,9 @@ _STEPS: tuple[type[RegionStep], ...] = (
 def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
     """What a region of `P_x` must know of a layer; it raises if the layer cannot be in one."""
     name = type(layer).__name__
-    # of a layer of torch's, the type itself: a subclass may compute anything
-    placed = isinstance(layer, Layer)
-    kind = next(
-        (
-            each
-            for each in _STEPS
-            if (isinstance(layer, each.kinds) if placed else type(layer) in each.kinds)
-        ),
-        None,
-    )
+    # Of a layer of torch's, the type itself: a subclass may compute anything.
+    kinds = (type(layer),) if not isinstance(layer, Layer) else type(layer).__mro__
+    kind = next((each for each in _STEPS if {*kinds} & {*each.kinds}), None)
     if kind is None:
         raise NotImplementedError(
             f"{name} cannot be in a HaloRegion, which takes convolutions, pools, interpolations "
