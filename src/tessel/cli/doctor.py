@@ -29,7 +29,7 @@ from tessel.cli.checks import Finding, check_rates, examine
 from tessel.cli.facts import Facts
 from tessel.cli.measure import Rate, measure_job, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
-from tessel.operators.units import num_bytes, num_flops, num_seconds
+from tessel.operators.units import num_bytes, num_flops, num_seconds, table_of_numbers
 
 SUMMARY = "show what this machine has, measure it, and say what to fix"
 
@@ -170,10 +170,8 @@ def facts_table(facts: Facts) -> Table:
 
 def rates_table(rates: Sequence[Rate]) -> Table:
     """How fast each movement is."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
-    table.add_column("  movement", no_wrap=True)
-    for title in ("latency", "bandwidth", "large message"):
-        table.add_column(title, justify="right")
+    titles = "latency", "bandwidth", "large message"
+    table = table_of_numbers("  movement", *titles, header_style="cyan")
     for rate in rates:
         table.add_row(
             "  " + rate.movement,
@@ -186,10 +184,8 @@ def rates_table(rates: Sequence[Rate]) -> Table:
 
 def model_table(model: Machine) -> Table:
     """The rates of a worker, for each number of workers that was measured."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
-    table.add_column("  each of", no_wrap=True)
-    for title in ("agreement", "message", "sends", "memory", "FFT", "matrices"):
-        table.add_column(title, justify="right")
+    titles = "agreement", "message", "sends", "memory", "FFT", "matrices"
+    table = table_of_numbers("  each of", *titles, header_style="cyan")
     for rates in model.rates:
         table.add_row(
             f"  {rates.workers} worker{'s' * (rates.workers > 1)}",

@@ -19,14 +19,13 @@ from math import ceil, prod
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessel.operators.choose import factorings
 from tessel.operators.rates import Machine, Rates
 from tessel.operators.space import Shape
-from tessel.operators.units import num_bytes, num_seconds
+from tessel.operators.units import num_bytes, num_seconds, table_of_numbers
 
 ROWS = 8
 _BACKWARD = 2  # times the operations of a forward pass: gradients of inputs, and of weights
@@ -264,10 +263,8 @@ def _halo(call: LayerCall, grid: Shape, rates: Rates, machine: Machine) -> HaloC
 
 def table_of(found: Sequence[ModelCandidate]) -> Iterator[Any]:
     """The grids, for a terminal."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("partition", no_wrap=True)
-    for title in ("predicted step", "computing", "halos received", "messages"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = "predicted step", "computing", "halos received", "messages"
+    table = table_of_numbers("partition", *titles)
     for number, each in enumerate(found[:ROWS]):
         table.add_row(
             "×".join(map(str, each.partition)),
