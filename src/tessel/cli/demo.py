@@ -80,7 +80,7 @@ def run_demos(console: Console, workers: int, size: int) -> list[Report]:
         # Workers answer when all is done: what is done meanwhile they say in a file.
         done = Path(folder) / "done"
         done.touch()
-        with _progress(console, workers, done):
+        with progress(console, workers, done):
             # The first worker alone has reports, which hold what all workers told it.
             return launch(work, workers, size, str(done), timeout=_TIME_LIMIT)[0]
 
@@ -98,7 +98,7 @@ def work(size: int, done: str) -> list[Report]:
 
 
 @contextmanager
-def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
+def progress(console: Console, workers: int, done: Path) -> Iterator[None]:
     """Show a bar that follows the file in which the first worker notes what is done."""
     names = [name for demo in DEMOS for name in demo.STEPS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -58,13 +58,13 @@ def execute(args: argparse.Namespace) -> int:
         print("tessel doctor: --output says where --measure stores its model", file=sys.stderr)
         return 2
     if args.measure and transport.launched_as() is not None:
-        return _measure_job(args)
+        return measure_this_job(args)
     facts = Facts()
     findings = examine(facts)
     rates: list[Rate] = []
     # Workers that cannot talk to each other would only be waited for.
     if not args.no_measure and not any(finding.broken for finding in findings):
-        rates, more = _measure(quiet=args.json)
+        rates, more = measured(quiet=args.json)
         findings += more
     if args.measure and not any(finding.broken for finding in findings):
         # Progress goes to stderr, so that what is printed can be kept in a file.
@@ -79,34 +79,36 @@ def execute(args: argparse.Namespace) -> int:
         mend = "tessel doctor --measure rewrites it"
         findings.append(Finding(False, f"the machine model cannot be read: {error}", mend))
     if args.json:
-        everything = {
-            "facts": dataclasses.asdict(facts),
-            "movements": [dataclasses.asdict(rate) for rate in rates],
-            "machine": dataclasses.asdict(model) if model else None,
-            "findings": [dataclasses.asdict(finding) for finding in findings],
-        }
-        print(json.dumps(everything, indent=2))
+        said = {"facts": facts, "movements": rates, "machine": model, "findings": findings}
+        print(json.dumps(said, indent=2, default=dataclasses.asdict))
     else:
-        console = Console(highlight=False)
-        console.print("[bold]this machine[/]")
-        console.print(facts_table(facts))
-        if rates:
-            console.print("\n[bold]movements between 2 workers of this machine[/]")
-            console.print(rates_table(rates))
-        if model is not None:
-            console.print("\n[bold]the machine model that predicts the times of plans[/]")
-            console.print(f"  {escape(model.origin)}\n  file: {escape(str(model_path()))}")
-            console.print(model_table(model))
-        console.print("\n[bold]findings[/]")
-        if not findings:
-            console.print("  [green]nothing wrong found[/]")
-        for finding in findings:
-            kind = "[bold red]broken[/]" if finding.broken else "[yellow]advice[/]"
-            console.print(f"  {kind}: {escape(finding.what)}\n    → {escape(finding.mend)}")
+        show(facts, rates, model, findings)
     return int(any(finding.broken for finding in findings))
 
 
-def _measure_job(args: argparse.Namespace) -> int:
+def show(
+    facts: Facts, rates: Sequence[Rate], model: Machine | None, findings: Sequence[Finding]
+) -> None:
+    """Print all that was found."""
+    console = Console(highlight=False)
+    console.print("[bold]this machine[/]")
+    console.print(facts_table(facts))
+    if rates:
+        console.print("\n[bold]movements between 2 workers of this machine[/]")
+        console.print(rates_table(rates))
+    if model is not None:
+        console.print("\n[bold]the machine model that predicts the times of plans[/]")
+        console.print(f"  {escape(model.origin)}\n  file: {escape(str(model_path()))}")
+        console.print(model_table(model))
+    console.print("\n[bold]findings[/]")
+    if not findings:
+        console.print("  [green]nothing wrong found[/]")
+    for finding in findings:
+        kind = "[bold red]broken[/]" if finding.broken else "[yellow]advice[/]"
+        console.print(f"  {kind}: {escape(finding.what)}\n    → {escape(finding.mend)}")
+
+
+def measure_this_job(args: argparse.Namespace) -> int:
     """Measure the job that a launcher has started; the first worker writes and prints."""
     model = measure_job()
     if transport.this_worker() > 0:
@@ -121,7 +123,8 @@ def _measure_job(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(quiet: bool) -> tuple[list[Rate], list[Finding]]:
+def measured(quiet: bool) -> tuple[list[Rate], list[Finding]]:
+    """How fast movements are, and what is wrong with that."""
     console = Console(stderr=True, quiet=quiet)
     try:
         with console.status("measuring on 2 workers …"):

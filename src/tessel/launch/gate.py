@@ -67,13 +67,25 @@ class Endpoint:
         return [(family, str(address[0])) for family, _, _, _, address in found]
 
     def listen(self) -> socket.socket | None:
-        """A listening socket if this is an address of this host, and nobody listens there."""
+        """A listening socket if this is an address of this host, and nobody listens there.
+
+        GateError if it is one that no other host can reach, and was not named so.
+        """
         for family, address in self.addresses():
             try:
-                return socket.create_server((address, self.port), family=family, backlog=128)
+                listener = socket.create_server((address, self.port), family=family, backlog=128)
             except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EAFNOSUPPORT):
-                    raise GateError(f"cannot listen on {address}: {error}") from error
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EAFNOSUPPORT):
+                    continue
+                raise GateError(f"cannot listen on {address}: {error}") from error
+            is_hidden = address.startswith("127.") or address == "::1"
+            if is_hidden and self.host not in ("localhost", address):
+                listener.close()
+                raise GateError(
+                    f"{self.host!r} is {address} on this host, where no other host can reach it; "
+                    f"give an address instead of the name"
+                )
+            return listener
         return None
 
 

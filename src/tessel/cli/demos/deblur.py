@@ -56,9 +56,7 @@ def run(size: int, note: Note) -> list[Report]:
         begin = time.perf_counter()
         expected = deblur.in_plain_torch(settings)
         before = time.perf_counter() - begin
-        numbers = range(len(deblur.WIDTHS))
-        blurs = [deblur.physics(settings, number) for number in numbers]
-        measured = [deblur.measurement(settings, number) for number in numbers]
+        blurs, measured = deblur.problem(settings)
         with count_memory() as memory:  # of one iteration, as that of the workers is
             deblur.iterate_in_plain_torch(expected, blurs, measured, settings)
         sizes, all_peaks = sizes_of_parts(bundle.signal.layout), (memory.peak, *peaks)
