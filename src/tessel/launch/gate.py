@@ -105,7 +105,7 @@ def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
     file = Path(config, "tessel", "token") if path is None else Path(path)
     try:
         if path is None:
-            _make_token(file)
+            make_token(file)
         with open(file, "rb") as opened:
             status = os.fstat(opened.fileno())
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -120,7 +120,7 @@ def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
         raise GateError(f"the token in {file} cannot be read: {error.strerror}") from error
 
 
-def _make_token(file: Path) -> None:
+def make_token(file: Path) -> None:
     """A new token for this user, if there is none; of several who make it the first counts."""
     if file.exists():
         return
