@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 import tessel
 from tessel import nn
 from tessel.examples import deblur
-from tessel.imaging import DistributedContext
+from tessel.imaging import DistributedContext, solvers
 
 ROOT = Path(__file__).parents[1]
 SOURCE = str(Path(tessel.__file__).parent) + "/"
@@ -72,6 +72,8 @@ def calls() -> Iterator[tuple[str, Walk]]:
     weight = torch.randn(4, 3, 3, 3, requires_grad=True)
     x = tessel.spread(torch.randn(1, 3, 16, 16), P)
     yield "convolution", walked(lambda: F.conv2d(x, weight, padding=1))
+    large = tessel.spread(torch.randn(1, 3, 512, 512), P)
+    yield "overlapped", walked(lambda: F.conv2d(large, weight, padding=1))
     layer, part = nn.DistributedConv2d(P, 3, 4, 3, padding=1), torch.randn(1, 3, 8, 16)
     yield "layer", walked(lambda: layer(part))
     factors = (tessel.ParDFT(torch.complex64, n) for n in (8, 6))
@@ -93,14 +95,15 @@ def of_iterations(settings: deblur.Settings) -> Walk:
     """The shortest of the iterations of a solver behind the third."""
     profile, found = Profile(), []
 
-    def each(iteration: int, psnr: float) -> None:
+    def each(iteration: int, x: torch.Tensor) -> None:
         found.append(profile.end())
         profile.begin()
 
     with DistributedContext(seed=settings.seed, device_mode="cpu") as ctx:
         bundle = deblur.make_bundle(ctx, settings)
+        method = solvers.PGD(bundle.data_fidelity, bundle.prior, step=settings.lr)
         profile.begin()
-        deblur.reconstruct(ctx, bundle, settings, each)
+        solvers.solve(method, bundle.signal, max_iterations=settings.iterations, each=each)
         profile.end()
     return min(found[3:], key=len)
 
