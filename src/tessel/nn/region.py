@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -134,12 +134,14 @@ class HaloRegion(nn.Sequential):
             shape, field = step.trace(shape, x, layout)
             shapes.append(shape)
             fields.append(field)
-        plan = planned(layout, tuple(shapes), tuple(fields))
+        wraps, stages = planned(layout, tuple(shapes), tuple(fields))
         parameters = [step.parameters(layout) for step in steps]
-        y = plan.fetch(x)
-        for step, stage, given in zip(steps, plan.stages, parameters, strict=True):
+        for wrap in wraps:
+            x = wrap.apply(x)
+        y = stages[0].fetch(x)  # all that this worker reads
+        for step, stage, given in zip(steps, stages, parameters, strict=True):
             y = step.compute(y, stage, *given)
-        return y, plan.stages[-1].target
+        return y, stages[-1].target
 
     def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
@@ -178,31 +180,14 @@ def _chain(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-@dataclass(frozen=True)
-class RegionPlan:
-    """How the layers of a region compute.
-
-    Attributes:
-        wraps: first, dimensions that wrap around in all layers are continued.
-        stages: then every worker fetches what the first stage reads; each stage goes from what
-            the stage before it has computed to what the next one reads.
-    """
-
-    wraps: tuple[PeriodicHalo, ...]
-    stages: tuple[Windowed, ...]
-
-    def fetch(self, x: Tensor) -> Tensor:
-        """All that this worker reads."""
-        for wrap in self.wraps:
-            x = wrap.apply(x)
-        return self.stages[0].fetch(x)
-
-
 @kept_in_job
 def planned(
     source: Layout, shapes: tuple[Shape, ...], fields: tuple[ReceptiveFields, ...]
-) -> RegionPlan:
+) -> tuple[tuple[PeriodicHalo, ...], tuple[Windowed, ...]]:
     """From a tensor in the layout `source` to balanced parts of the last of these shapes.
+
+    First, dimensions that wrap around in all layers are continued. Then every worker fetches what
+    the first stage reads; each stage goes from what the one before has to what the next one reads.
 
     Args:
         source: where the input lies.
@@ -227,7 +212,7 @@ def planned(
         held = source if is_first else Windowed(source.resized(shape), target, field).read
         stages.insert(0, Windowed(held, target, field))
         target = stages[0].read
-    return RegionPlan(tuple(wraps), tuple(stages))
+    return tuple(wraps), tuple(stages)
 
 
 Bends = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
@@ -377,7 +362,7 @@ def _widths(plan: Windowed, num_dims: int) -> list[int]:
     return [width for side in reversed(plan.overhang[-num_dims:]) for width in side]
 
 
-class _Transposed(RegionStep):
+class _Transposed(_Convolving):
     kinds = (nn.modules.conv._ConvTransposeNd,)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
@@ -385,9 +370,6 @@ class _Transposed(RegionStep):
         settings = self.layer.settings()
         outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
-
-    def parameters(self, layout: Layout) -> Parameters:
-        return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         weight, bias = parameters
