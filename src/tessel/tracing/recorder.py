@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 )
 
 from tessel.core.agreement import Agreement
+from tessel.core.context import is_compiling
 from tessel.core.halo import Halo
 from tessel.core.linop import in_transform
 from tessel.core.move import Move, Stage
@@ -254,7 +255,7 @@ class Recorder:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """The forward of a module begins."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         notes = self.thread()
         layer = self.name_of(module, notes.modules)
@@ -264,7 +265,7 @@ class Recorder:
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         """The forward of a module has ended."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         notes = self.thread()
         if not any(each.module is module for each in notes.modules):
@@ -363,7 +364,7 @@ def _wrapped(recorder: Recorder, own: Function, around: Function) -> Function:
         return _follow(recorder, own)
 
     def call(*args: Any, **named: Any) -> Any:
-        if around is movement and torch.compiler.is_compiling():
+        if around is movement and is_compiling():
             return own(*args, **named)  # which becomes a node of a graph
         with around(recorder, *args, **named) as later:
             result = own(*args, **named)

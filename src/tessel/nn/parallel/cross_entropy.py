@@ -13,7 +13,7 @@ from torch.nn import _reduction
 
 from tessel.core.agreement import TensorMeta, agree, as_agreed, same
 from tessel.core.checksum import checksum, is_dense, range_of
-from tessel.core.context import setting
+from tessel.core.context import is_compiling, setting
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
@@ -322,7 +322,7 @@ def _of_whole(
     if isinstance(x, SpreadTensor):
         agree_on_spread(partition or x.layout.partition, "parallel_cross_entropy")
     # a plain tensor may be computed from a shard; compilers cannot follow the search for it
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _check_known(traced_state(x))
     for name, value in (("target", target), ("weight", weight)):
         if sharding_of(value) is not None:
