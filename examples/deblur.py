@@ -144,6 +144,13 @@ def measurement(settings: Settings, number: int) -> Tensor:
     return blurred + settings.noise * noise
 
 
+def problem(settings: Settings) -> tuple[list[Any], list[Tensor]]:
+    """All blurs, and what is measured of each."""
+    numbers = range(len(WIDTHS))
+    blurs = [physics(settings, number) for number in numbers]
+    return blurs, [measurement(settings, number) for number in numbers]
+
+
 def denoiser(settings: Settings) -> tuple[Any, dict[str, float]]:
     """The prior, and what its prox is told besides the picture."""
     if not settings.deepinv:
@@ -156,8 +163,7 @@ def denoiser(settings: Settings) -> tuple[Any, dict[str, float]]:
 
 def in_plain_torch(settings: Settings) -> Tensor:
     """The reconstruction in one process: what any number of workers has to compute, too."""
-    blurs = [physics(settings, number) for number in range(len(WIDTHS))]
-    measured = [measurement(settings, number) for number in range(len(WIDTHS))]
+    blurs, measured = problem(settings)
     x = torch.zeros_like(measured[0])
     for _ in range(settings.iterations):
         x = iterate_in_plain_torch(x, blurs, measured, settings)

@@ -52,8 +52,7 @@ def train(number: int, batch: int, epochs: int) -> list[float]:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     data = images()
-    # of copies, not of workers
-    sampler: Any = DistributedSampler(data, number, place, shuffle=False)
+    sampler: Any = DistributedSampler(data, number, place, shuffle=False)  # of copies, not workers
     settings: dict[str, Any] = {}
     if P.size > 1:  # the variables of torchrun, which tessel sets under every launcher
         here = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -164,6 +164,7 @@ def train_in_parts(files: tuple[Path, Path], settings: Settings) -> Trained:
     model = tessel.nn.distribute_module(segmenter(settings), grid)
     values, labels = read_parts(files, grid)
     mine = train(model, values, labels, settings)
+    # each worker counts its own, and all are shown
     told = P.group.share_objects((mine.peak[0], mine.sent[0]))
     peak, sent = ([pair[k] for pair in told] for k in range(2))
     return Trained(mine.losses, peak, sent, mine.slices)

@@ -99,6 +99,7 @@ def decode_in_tiles(vae: Any, z: Tensor) -> Decoded:
     """By one process that decodes tiles, half as large as the picture, and blends them."""
     tiled = copy.deepcopy(vae)
     tiled.enable_tiling()
+    # diffusers names the sizes of tiles in two ways: in latents, and in pixels with a stride
     if hasattr(tiled, "tile_latent_min_size"):
         scale = tiled.tile_sample_min_size // tiled.tile_latent_min_size
         tiled.tile_latent_min_size = z.shape[-1] // 2

@@ -8,7 +8,7 @@ the first two dimensions that are split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -82,16 +82,9 @@ def mark_parts(ax: Axes, layout: Layout, dims: tuple[int, int]) -> None:
         box = layout.box(worker)
         assert box is not None
         (top, bottom), (left, right) = (box[dim] for dim in dims)
-        frame = Rectangle(
-            (left - 0.5, top - 0.5),
-            right - left,
-            bottom - top,
-            facecolor=colour(worker),
-            edgecolor="white",
-            linewidth=2,
-            alpha=0.45,
-        )
-        ax.add_patch(frame)
+        style: dict[str, Any] = {"edgecolor": "white", "linewidth": 2, "alpha": 0.45}
+        corner, size = (left - 0.5, top - 0.5), (right - left, bottom - top)
+        ax.add_patch(Rectangle(corner, *size, facecolor=colour(worker), **style))
         middle = ((left + right - 1) / 2, (top + bottom - 1) / 2)
         ax.text(*middle, f"worker {worker}", ha="center", va="center", color=_INK, bbox=_PILL)
 
@@ -161,16 +154,7 @@ def draw_exchange(
     dims = _drawn_dims(domain, codomain)
     start = _Canvas(before, _Paper(domain, dims), titles[0])
     end = _Canvas(after, _Paper(codomain, dims), titles[1])
-    pieces = []
-    for taker in codomain.partition.ranks:
-        box = codomain.box(taker)
-        assert box is not None
-        for taken in plan(domain, codomain, taker).takes:
-            part = tuple(
-                (origin + region.start, origin + region.stop)
-                for (origin, _), region in zip(box, taken.region, strict=True)
-            )
-            pieces.append(_Piece(taken.peer, taker, part))
+    pieces = list(_Piece.all_of(domain, codomain))
     moved = [piece for piece in pieces if piece.giver != piece.taker]
     start.show_owners()
     for piece in moved:
@@ -200,6 +184,17 @@ class _Piece:
     giver: int
     taker: int
     box: Box
+
+    @classmethod
+    def all_of(cls, domain: Layout, codomain: Layout) -> Iterator[_Piece]:
+        """What all workers take in a move, of their own boxes as well."""
+        for taker in codomain.partition.ranks:
+            box = codomain.box(taker)
+            assert box is not None
+            for taken in plan(domain, codomain, taker).takes:
+                spans = zip(box, taken.region, strict=True)
+                part = tuple((at + region.start, at + region.stop) for (at, _), region in spans)
+                yield cls(taken.peer, taker, part)
 
 
 def _summary(sizes: Sequence[int]) -> str:

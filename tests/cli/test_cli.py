@@ -1,6 +1,7 @@
 """The command line: every way in which a run can end, the doctor's findings."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -9,16 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import python
-from tessel.cli import build_parser, main
+from tessel.cli import build_parser, checks, main
 from tessel.cli.checks import CHECKS, check_rates, examine
-from tessel.cli.facts import Facts, gather_facts
+from tessel.cli.facts import Facts
 from tessel.cli.measure import Rate
 from tessel.cli.run import WorkerFailure, first_failure
 from tessel.cli.worker import is_consequence
@@ -441,10 +442,22 @@ def test_the_doctor_says_what_is_wrong_and_how_to_mend_it(
     assert mend in finding.mend
 
 
-def test_every_check_has_a_case() -> None:
+def test_every_finding_has_a_case() -> None:
     cases = test_the_doctor_says_what_is_wrong_and_how_to_mend_it.pytestmark[0].args[1]
-    patients = [dataclasses.replace(HEALTHY, **facts) for facts, *_ in cases]
-    assert all(any(check(facts) for facts in patients) for check in CHECKS)
+    found = {
+        where
+        for facts, *_ in cases
+        for check in CHECKS
+        for where in yielded_at(check, dataclasses.replace(HEALTHY, **facts))
+    }
+    assert len(found) == inspect.getsource(checks).count("yield Finding(")
+
+
+def yielded_at(check: Callable[..., Any], facts: Facts) -> Iterator[tuple[str, int]]:
+    """The lines of a check at which it finds something."""
+    findings = check(facts)
+    for _ in findings:
+        yield check.__name__, findings.gi_frame.f_lineno
 
 
 def test_the_doctor_names_broken_things_first() -> None:
@@ -468,7 +481,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--no-measure"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["facts"]["torch"] == gather_facts().torch
+    assert told["facts"]["torch"] == Facts().torch
     assert told["movements"] == []
 
 

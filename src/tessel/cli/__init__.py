@@ -7,10 +7,16 @@ A command is a module of this package with `SUMMARY` (one line), `add_arguments(
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
+from typing import TypeVar
+
+from rich.console import Console
 
 from tessel.version import __version__
+
+T = TypeVar("T")
 
 COMMANDS = ("demo", "run", "plan", "doctor", "bench", "trace")
 
@@ -47,6 +53,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # as shells say it: 128, and the number of SIGINT
     return code
+
+
+def argument(read: Callable[[str], T]) -> Callable[[str], T]:
+    """What reads an argument, of whose ValueError users see the text, and not only that it came."""
+
+    @wraps(read, updated=())
+    def parse(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def wide_console(width: int = 160) -> Console:
+    """The terminal; in a file nothing is as narrow as one: no column has to be broken there."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 def build_parser() -> argparse.ArgumentParser:

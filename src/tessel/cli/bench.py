@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from tessel.cli import wide_console
 
 SUMMARY = "measure the claims about speed against peers; needs a checkout"
 
@@ -72,9 +73,7 @@ def execute(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"tessel bench: {error}", file=sys.stderr)
         return 2
-    console = Console(highlight=False)
-    # In a file nothing is as narrow as a terminal: no column has to be broken there.
-    wide = console if console.is_terminal else Console(highlight=False, width=130)
+    wide = wide_console(130)
     if args.list:
         listing = Table("claim", "what is compared", "aim")
         for claim in chosen:

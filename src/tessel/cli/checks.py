@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tessel.cli.facts import Facts
@@ -30,215 +30,140 @@ class Finding:
     mend: str
 
 
-def check_torch(facts: Facts) -> Finding | None:
-    """Tessel supports a range of torch's versions."""
+def check_torch(facts: Facts) -> Iterator[Finding]:
+    """The version of torch, and the backends by which tensors travel."""
     # "2.13.0+cpu" and "2.14.0a0" count as 2.13 and 2.14.
     found = tuple(int(number) for number in re.findall(r"\d+", facts.torch)[:2])
-    if _OLDEST_TORCH <= found < _FIRST_TOO_NEW_TORCH:
-        return None
-    return Finding(
-        True,
-        f"torch {facts.torch} is not supported by Tessel: 2.11 or later, below 3",
-        "pip install 'torch>=2.11,<3'",
-    )
+    if not _OLDEST_TORCH <= found < _FIRST_TOO_NEW_TORCH:
+        yield Finding(
+            True,
+            f"torch {facts.torch} is not supported by Tessel: 2.11 or later, below 3",
+            "pip install 'torch>=2.11,<3'",
+        )
+    if "gloo" not in facts.backends:
+        yield Finding(
+            True,
+            "this torch has no Gloo, which moves CPU tensors between workers",
+            "install a torch that is built with USE_DISTRIBUTED=1 and USE_GLOO=1, as the official "
+            "packages for Linux and macOS are",
+        )
+    if facts.devices and "nccl" not in facts.backends:
+        num_gpus = len(facts.devices)
+        yield Finding(
+            True,
+            f"there are {num_gpus} GPUs, but this torch has no NCCL to move their tensors",
+            "install torch's official CUDA package, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+        )
 
 
-def check_gloo(facts: Facts) -> Finding | None:
-    """CPU tensors travel by Gloo."""
-    if "gloo" in facts.backends:
-        return None
-    return Finding(
-        True,
-        "this torch has no Gloo, which moves CPU tensors between workers",
-        "install a torch that is built with USE_DISTRIBUTED=1 and USE_GLOO=1, as the official "
-        "packages for Linux and macOS are",
-    )
-
-
-def check_nccl(facts: Facts) -> Finding | None:
-    """GPU tensors travel by NCCL."""
-    if not facts.devices or "nccl" in facts.backends:
-        return None
-    return Finding(
-        True,
-        f"there are {len(facts.devices)} GPUs, but this torch has no NCCL to move their tensors",
-        "install torch's official CUDA package, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
-    )
-
-
-def check_gpu_is_used(facts: Facts) -> Finding | None:
-    """A driver without a device that torch sees is mostly the wrong torch."""
-    if facts.devices or not facts.nvidia_driver:
-        return None
-    return Finding(
-        False,
-        "there is an NVIDIA driver, but torch sees no GPU",
-        "install torch's CUDA package, and see what CUDA_VISIBLE_DEVICES and nvidia-smi say",
-    )
-
-
-def check_loopback(facts: Facts) -> Finding | None:
-    """Workers of one host talk over the loopback interface."""
-    if facts.loopback:
-        return None
-    return Finding(
-        True,
-        "a process cannot reach itself as localhost",
-        "bring the interface up (ip link set lo up) and have `127.0.0.1 localhost` in /etc/hosts",
-    )
-
-
-def check_hostname(facts: Facts) -> Finding | None:
-    """Gloo and torchrun look up the host's own name."""
-    if facts.host_address is not None:
-        return None
-    return Finding(
-        False,
-        f"this host's name, {facts.hostname}, does not resolve to an address",
-        f"add `127.0.1.1 {facts.hostname}` to /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
-        f"interface to use ({', '.join(facts.interfaces)})",
-    )
-
-
-def check_interface(facts: Facts) -> Finding | None:
-    """The interface that the user chose for Gloo exists."""
-    if facts.gloo_interface is None:
-        return None
+def check_network(facts: Facts) -> Iterator[Finding]:
+    """How workers reach each other: on one host over the loopback interface."""
+    interfaces = ", ".join(facts.interfaces)
+    if not facts.loopback:
+        yield Finding(
+            True,
+            "a process cannot reach itself as localhost",
+            "bring the interface up (ip link set lo up) and have `127.0.0.1 localhost` in "
+            "/etc/hosts",
+        )
     # Gloo takes several names, with commas between them.
-    unknown = set(facts.gloo_interface.split(",")) - set(facts.interfaces)
-    if not unknown:
-        return None
-    return Finding(
-        True,
-        f"GLOO_SOCKET_IFNAME={facts.gloo_interface}, but there is no such interface here",
-        f"unset it, or choose from: {', '.join(facts.interfaces)}",
-    )
+    chosen = () if facts.gloo_interface is None else facts.gloo_interface.split(",")
+    if not {*chosen} <= {*facts.interfaces}:
+        yield Finding(
+            True,
+            f"GLOO_SOCKET_IFNAME={facts.gloo_interface}, but there is no such interface here",
+            f"unset it, or choose from: {interfaces}",
+        )
+    if facts.host_address is None:  # Gloo and torchrun look up the host's own name
+        yield Finding(
+            False,
+            f"this host's name, {facts.hostname}, does not resolve to an address",
+            f"add `127.0.1.1 {facts.hostname}` to /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
+            f"interface to use ({interfaces})",
+        )
 
 
-def check_job_variables(facts: Facts) -> Finding | None:
-    """A launcher's variables without a launcher make a script wait for workers."""
-    if len(facts.job_variables) < 2:  # a job is joined only where both are set
-        return None
-    return Finding(
-        False,
-        "RANK and WORLD_SIZE are set here, so every script assumes that it is one of several "
-        "workers and waits for the others",
-        "unset RANK WORLD_SIZE; `tessel run` sets them for its workers",
-    )
+def check_job(facts: Facts) -> Iterator[Finding]:
+    """Whether scripts that are started here wait for workers, or do not find them."""
+    if len(facts.job_variables) == 2:  # a job is joined only where both are set
+        yield Finding(
+            False,
+            "RANK and WORLD_SIZE are set here, so every script assumes that it is one of several "
+            "workers and waits for the others",
+            "unset RANK WORLD_SIZE; `tessel run` sets them for its workers",
+        )
+    if facts.launch_problem is not None:  # such a task of srun or mpirun is no world of one
+        what, _, mend = facts.launch_problem.rpartition("; ")
+        text = f"this is one of several tasks, and scripts cannot join their job: {what}"
+        yield Finding(False, text, mend)
 
 
-def check_launcher(facts: Facts) -> Finding | None:
-    """A task of srun or mpirun that cannot join its job is not a world of one."""
-    if facts.launch_problem is None:
-        return None
-    what, _, mend = facts.launch_problem.rpartition("; ")
-    return Finding(
-        False,
-        f"this is one of several tasks, and scripts cannot join their job: {what}",
-        mend,
-    )
-
-
-def check_threads(facts: Facts) -> Finding | None:
-    """Workers share the cores."""
+def check_processors(facts: Facts) -> Iterator[Finding]:
+    """What is there to compute with, and whether workers will share it well."""
+    cores, fitting = facts.usable_cores, max(1, facts.usable_cores // 2)
+    if facts.nvidia_driver and not facts.devices:  # mostly the wrong torch
+        yield Finding(
+            False,
+            "there is an NVIDIA driver, but torch sees no GPU",
+            "install torch's CUDA package, and see what CUDA_VISIBLE_DEVICES and nvidia-smi say",
+        )
     asked = facts.omp_num_threads  # of each worker: already two of them share the cores
-    if asked is None or not asked.isdigit() or int(asked) <= max(1, facts.usable_cores // 2):
-        return None
-    fitting = max(1, facts.usable_cores // 2)
-    return Finding(
-        False,
-        f"OMP_NUM_THREADS={asked}: even 2 workers would run {2 * int(asked)} threads on "
-        f"{facts.usable_cores} cores and slow each other down",
-        f"unset OMP_NUM_THREADS (`tessel run` then divides the cores among the workers), or set "
-        f"it to {fitting} or less",
-    )
+    if asked is not None and asked.isdigit() and int(asked) > fitting:
+        yield Finding(
+            False,
+            f"OMP_NUM_THREADS={asked}: even 2 workers would run {2 * int(asked)} threads on "
+            f"{cores} cores and slow each other down",
+            f"unset OMP_NUM_THREADS (`tessel run` then divides the cores among the workers), or "
+            f"set it to {fitting} or less",
+        )
+    if facts.torch_threads > cores:  # torch counts the machine's cores
+        yield Finding(
+            False,
+            f"torch uses {facts.torch_threads} threads, but this process may use {cores} of the "
+            f"{facts.cores} cores (affinity or control group)",
+            f"set OMP_NUM_THREADS={cores}; `tessel run` does it for its workers",
+        )
 
 
-def check_quota(facts: Facts) -> Finding | None:
-    """Torch counts the machine's cores, not those that the process may use."""
-    if facts.torch_threads <= facts.usable_cores:
-        return None
-    return Finding(
-        False,
-        f"torch uses {facts.torch_threads} threads, but this process may use "
-        f"{facts.usable_cores} of the {facts.cores} cores (affinity or control group)",
-        f"set OMP_NUM_THREADS={facts.usable_cores}; `tessel run` does it for its workers",
-    )
+def check_limits(facts: Facts) -> Iterator[Finding]:
+    """Memory, files, and what pictures need."""
+    shared, available = facts.shared_memory, facts.memory_available
+    if shared is not None and shared < _GIB:  # containers get 64 MiB by default
+        yield Finding(
+            False,
+            f"/dev/shm has only {num_bytes(shared)}; workers and data loaders that share tensors "
+            f"end with a bus error when it is full",
+            "start the container with --shm-size=8g or --ipc=host, or mount -o remount,size=8g "
+            "/dev/shm",
+        )
+    if facts.open_files < 1024:
+        yield Finding(
+            False,
+            f"a process may open only {facts.open_files} files; a group of workers takes two for "
+            f"each other worker",
+            "ulimit -n 65536",
+        )
+    if available is not None and available < _GIB:
+        yield Finding(
+            False,
+            f"only {num_bytes(available)} of memory is available; a worker needs about 300 MiB "
+            f"before it holds any tensor",
+            "end other programs, or use fewer workers",
+        )
+    if facts.matplotlib is None:
+        text = "matplotlib is not installed: `tessel demo` draws no picture"
+        yield Finding(False, text, "pip install 'tessel[viz]'")
 
-
-def check_shared_memory(facts: Facts) -> Finding | None:
-    """Containers get 64 MiB of /dev/shm by default, too little for data loaders."""
-    if facts.shared_memory is None or facts.shared_memory >= _GIB:
-        return None
-    return Finding(
-        False,
-        f"/dev/shm has only {num_bytes(facts.shared_memory)}; workers and data loaders that share "
-        f"tensors end with a bus error when it is full",
-        "start the container with --shm-size=8g or --ipc=host, or mount -o remount,size=8g "
-        "/dev/shm",
-    )
-
-
-def check_open_files(facts: Facts) -> Finding | None:
-    """A group of workers costs each process a handful of descriptors."""
-    if facts.open_files >= 1024:
-        return None
-    return Finding(
-        False,
-        f"a process may open only {facts.open_files} files; a group of workers takes two for "
-        f"each other worker",
-        "ulimit -n 65536",
-    )
-
-
-def check_memory(facts: Facts) -> Finding | None:
-    """Each worker imports torch, a few hundred MiB."""
-    if facts.memory_available is None or facts.memory_available >= _GIB:
-        return None
-    return Finding(
-        False,
-        f"only {num_bytes(facts.memory_available)} of memory is available; a worker needs about "
-        f"300 MiB before it holds any tensor",
-        "end other programs, or use fewer workers",
-    )
-
-
-def check_pictures(facts: Facts) -> Finding | None:
-    """The demo's picture needs matplotlib."""
-    if facts.matplotlib is not None:
-        return None
-    return Finding(
-        False,
-        "matplotlib is not installed: `tessel demo` draws no picture",
-        "pip install 'tessel[viz]'",
-    )
-
-
-Check = Callable[[Facts], Finding | None]
 
 # Findings that are equally bad are shown in this order.
-CHECKS: tuple[Check, ...] = (
-    check_torch,
-    check_gloo,
-    check_nccl,
-    check_loopback,
-    check_interface,
-    check_hostname,
-    check_job_variables,
-    check_launcher,
-    check_gpu_is_used,
-    check_threads,
-    check_quota,
-    check_shared_memory,
-    check_open_files,
-    check_memory,
-    check_pictures,
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    *(check_torch, check_network, check_job, check_processors, check_limits),
 )
 
 
 def examine(facts: Facts) -> list[Finding]:
     """Every finding about these facts, the broken ones first."""
-    found = [finding for check in CHECKS if (finding := check(facts)) is not None]
+    found = [finding for check in CHECKS for finding in check(facts)]
     return sorted(found, key=lambda finding: not finding.broken)
 
 

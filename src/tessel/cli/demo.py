@@ -59,9 +59,9 @@ def execute(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     reports = run_demos(console, args.workers, args.size)
     pictures = _try_to_draw(reports, args.output)
-    for table, legend in (each for report in reports for each in report.tables()):
-        console.print(table)
-        console.print(legend, style="dim", soft_wrap=True)
+    for report in reports:
+        console.print(report.table)
+        console.print(report.text, style="dim", soft_wrap=True)
         console.print()
     wrong = [title for report in reports for title in report.wrong]
     error = f"(largest error {worst_of([report.worst for report in reports]):.0e})"
@@ -74,21 +74,18 @@ def execute(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def run_demos(console: Console, workers: int, size: int) -> Sequence[Report]:
+def run_demos(console: Console, workers: int, size: int) -> list[Report]:
     """Run the demos on local workers; the reports of the first."""
     with tempfile.TemporaryDirectory() as folder:
         # Workers answer when all is done: what is done meanwhile they say in a file.
         done = Path(folder) / "done"
         done.touch()
-        with _progress(console, workers, done):
+        with progress(console, workers, done):
             # The first worker alone has reports, which hold what all workers told it.
-            reports = launch(_work, workers, size, str(done), timeout=_TIME_LIMIT)[0]
-    found = [report for report in reports if report is not None]
-    assert len(found) == len(DEMOS)
-    return found
+            return launch(work, workers, size, str(done), timeout=_TIME_LIMIT)[0]
 
 
-def _work(size: int, done: str) -> list[Report | None]:
+def work(size: int, done: str) -> list[Report]:
     """What a worker does: every demo; the first worker notes each step that is done."""
 
     def note(text: str) -> None:
@@ -97,11 +94,11 @@ def _work(size: int, done: str) -> list[Report | None]:
                 file.write(f"{text}\n")
 
     # All of them in one job, which takes seconds to start.
-    return [demo.run(size, note) for demo in DEMOS]
+    return [report for demo in DEMOS for report in demo.run(size, note)]
 
 
 @contextmanager
-def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
+def progress(console: Console, workers: int, done: Path) -> Iterator[None]:
     """Show a bar that follows the file in which the first worker notes what is done."""
     names = [name for demo in DEMOS for name in demo.STEPS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -137,7 +134,7 @@ def _try_to_draw(reports: Sequence[Report], folder: Path) -> str:
     except ImportError:
         return "no pictures: they need matplotlib, which `pip install 'tessel[viz]'` installs"
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = [each for report in reports for each in report.draw(folder)]
+    pictures = [report.draw(folder) for report in reports if report.draw is not None]
     return "\n".join(
         f"{'pictures:' if number == 0 else '':9} {path}\n{textwrap.indent(text, '  ')}"
         for number, (path, text) in enumerate(pictures)

@@ -18,7 +18,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,10 +26,10 @@ from rich.table import Table
 
 from tessel import transport
 from tessel.cli.checks import Finding, check_rates, examine
-from tessel.cli.facts import Facts, gather_facts
+from tessel.cli.facts import Facts
 from tessel.cli.measure import Rate, measure_job, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
-from tessel.operators.units import num_bytes, num_flops, num_seconds
+from tessel.operators.units import num_bytes, num_flops, num_seconds, table_of_numbers
 
 SUMMARY = "show what this machine has, measure it, and say what to fix"
 
@@ -58,14 +58,14 @@ def execute(args: argparse.Namespace) -> int:
         print("tessel doctor: --output says where --measure stores its model", file=sys.stderr)
         return 2
     if args.measure and transport.launched_as() is not None:
-        return _measure_job(args)
-    facts = gather_facts()
+        return measure_this_job(args)
+    facts = Facts()
     findings = examine(facts)
     rates: list[Rate] = []
     on_gpus: dict[str, list[Rate]] = {}
     # Workers that cannot talk to each other would only be waited for.
     if not args.no_measure and not any(finding.broken for finding in findings):
-        rates, on_gpus, more = _measure(quiet=args.json, gpus=len(facts.devices))
+        rates, on_gpus, more = measured(quiet=args.json, gpus=len(facts.devices))
         findings += more
     if args.measure and not any(finding.broken for finding in findings):
         # Progress goes to stderr, so that what is printed can be kept in a file.
@@ -80,40 +80,46 @@ def execute(args: argparse.Namespace) -> int:
         mend = "tessel doctor --measure rewrites it"
         findings.append(Finding(False, f"the machine model cannot be read: {error}", mend))
     if args.json:
-        everything = {
-            "facts": dataclasses.asdict(facts),
-            "movements": [dataclasses.asdict(rate) for rate in rates],
-            "movements_on_gpus": {
-                way: [dataclasses.asdict(rate) for rate in each] for way, each in on_gpus.items()
-            },
-            "machine": dataclasses.asdict(model) if model else None,
-            "findings": [dataclasses.asdict(finding) for finding in findings],
+        said = {
+            **{"facts": facts, "movements": rates, "movements_on_gpus": on_gpus},
+            **{"machine": model, "findings": findings},
         }
-        print(json.dumps(everything, indent=2))
+        print(json.dumps(said, indent=2, default=dataclasses.asdict))
     else:
-        console = Console(highlight=False)
-        console.print("[bold]this machine[/]")
-        console.print(facts_table(facts))
-        if rates:
-            console.print("\n[bold]movements between 2 workers of this machine[/]")
-            console.print(rates_table(rates))
-        for way, each in on_gpus.items():
-            console.print(f"\n[bold]{way}[/]")
-            console.print(rates_table(each))
-        if model is not None:
-            console.print("\n[bold]the machine model that predicts the times of plans[/]")
-            console.print(f"  {escape(model.origin)}\n  file: {escape(str(model_path()))}")
-            console.print(model_table(model))
-        console.print("\n[bold]findings[/]")
-        if not findings:
-            console.print("  [green]nothing wrong found[/]")
-        for finding in findings:
-            kind = "[bold red]broken[/]" if finding.broken else "[yellow]advice[/]"
-            console.print(f"  {kind}: {escape(finding.what)}\n    → {escape(finding.mend)}")
+        show(facts, rates, on_gpus, model, findings)
     return int(any(finding.broken for finding in findings))
 
 
-def _measure_job(args: argparse.Namespace) -> int:
+def show(
+    facts: Facts,
+    rates: Sequence[Rate],
+    on_gpus: Mapping[str, Sequence[Rate]],
+    model: Machine | None,
+    findings: Sequence[Finding],
+) -> None:
+    """Print all that was found."""
+    console = Console(highlight=False)
+    console.print("[bold]this machine[/]")
+    console.print(facts_table(facts))
+    if rates:
+        console.print("\n[bold]movements between 2 workers of this machine[/]")
+        console.print(rates_table(rates))
+    for way, each in on_gpus.items():
+        console.print(f"\n[bold]{way}[/]")
+        console.print(rates_table(each))
+    if model is not None:
+        console.print("\n[bold]the machine model that predicts the times of plans[/]")
+        console.print(f"  {escape(model.origin)}\n  file: {escape(str(model_path()))}")
+        console.print(model_table(model))
+    console.print("\n[bold]findings[/]")
+    if not findings:
+        console.print("  [green]nothing wrong found[/]")
+    for finding in findings:
+        kind = "[bold red]broken[/]" if finding.broken else "[yellow]advice[/]"
+        console.print(f"  {kind}: {escape(finding.what)}\n    → {escape(finding.mend)}")
+
+
+def measure_this_job(args: argparse.Namespace) -> int:
     """Measure the job that a launcher has started; the first worker writes and prints."""
     model = measure_job()
     if transport.this_worker() > 0:
@@ -128,7 +134,7 @@ def _measure_job(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(quiet: bool, gpus: int) -> tuple[list[Rate], dict[str, list[Rate]], list[Finding]]:
+def measured(quiet: bool, gpus: int) -> tuple[list[Rate], dict[str, list[Rate]], list[Finding]]:
     """Rates of CPU tensors, those of tensors on GPUs by what carries them, and what is wrong."""
     console, on_gpus = Console(stderr=True, quiet=quiet), {}
     try:
@@ -181,10 +187,8 @@ def facts_table(facts: Facts) -> Table:
 
 def rates_table(rates: Sequence[Rate]) -> Table:
     """How fast each movement is."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
-    table.add_column("  movement", no_wrap=True)
-    for title in ("latency", "bandwidth", "large message"):
-        table.add_column(title, justify="right")
+    titles = "latency", "bandwidth", "large message"
+    table = table_of_numbers("  movement", *titles, header_style="cyan")
     for rate in rates:
         table.add_row(
             "  " + rate.movement,
@@ -197,10 +201,8 @@ def rates_table(rates: Sequence[Rate]) -> Table:
 
 def model_table(model: Machine) -> Table:
     """The rates of a worker, for each number of workers that was measured."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
-    table.add_column("  each of", no_wrap=True)
-    for title in ("agreement", "message", "sends", "memory", "FFT", "matrices"):
-        table.add_column(title, justify="right")
+    titles = "agreement", "message", "sends", "memory", "FFT", "matrices"
+    table = table_of_numbers("  each of", *titles, header_style="cyan")
     for rates in model.rates:
         table.add_row(
             f"  {rates.workers} worker{'s' * (rates.workers > 1)}",

@@ -7,8 +7,10 @@ import platform
 import resource
 import shutil
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,100 +19,30 @@ from tessel import machine, transport
 from tessel.operators.units import num_bytes
 from tessel.version import __version__
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What a machine offers; the checks are functions of this alone."""
-
-    tessel: str
-    torch: str
-    python: str
-    system: str
-    hostname: str
-    backends: tuple[str, ...]
-    devices: tuple[str, ...]
-    cores: int
-    usable_cores: int
-    memory: int
-    memory_available: int | None
-    shared_memory: int | None
-    omp_num_threads: str | None
-    torch_threads: int
-    open_files: int
-    host_address: str | None
-    loopback: bool
-    interfaces: tuple[str, ...]
-    gloo_interface: str | None
-    transport: str
-    between_hosts: str
-    nvidia_driver: bool
-    job_variables: tuple[str, ...]
-    launched: str | None
-    launch_problem: str | None
-    matplotlib: str | None
+T = TypeVar("T")
 
 
-def gather_facts() -> Facts:
-    """Ask this machine."""
-    # A torch that is built without distributed does not have the functions that are asked then.
-    backends = {
-        "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": dist.is_available() and dist.is_nccl_available(),
-        "mpi": dist.is_available() and dist.is_mpi_available(),
-    }
+def answer(ask: Callable[[], T], error: type[Exception], otherwise: Any = None) -> T:
+    """What a function says, or something else where it raises this error."""
+    try:
+        return ask()
+    except error:
+        return otherwise
+
+
+def backends() -> tuple[str, ...]:
+    """The libraries by which this torch sends."""
+    if not dist.is_available():  # a torch without distributed lacks what is asked then
+        return ()
+    kinds = "gloo", "nccl", "mpi"
+    return tuple(kind for kind in kinds if getattr(dist, f"is_{kind}_available")())
+
+
+def devices() -> tuple[str, ...]:
+    """The GPUs that torch sees, with their memory."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    properties = [torch.cuda.get_device_properties(number) for number in gpus]
-    shared = machine.shared_memory()
-    # Gloo and torchrun look up the host's own name.
-    try:
-        host_address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        host_address = None
-    try:
-        matplotlib = version("matplotlib")
-    except PackageNotFoundError:
-        matplotlib = None
-    launched = launch_problem = None
-    between_hosts = "Gloo"
-    try:
-        launched = transport.launched_as()
-        between_hosts = transport.between_hosts()
-    except ValueError as error:
-        launch_problem = str(error)
-    engine = f"{'with' if transport.has_engine() else 'without'} the compiled engine"
-    moves_by = f"shared memory, {engine}"
-    if transport.chosen_transport() == "gloo":
-        moves_by = "Gloo, as TESSEL_TRANSPORT says"
-    elif not transport.can_share_memory():
-        moves_by = "Gloo: memory cannot be shared here"
-    return Facts(
-        tessel=__version__,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        system=platform.platform(terse=True),
-        hostname=socket.gethostname(),
-        backends=tuple(name for name, is_present in backends.items() if is_present),
-        devices=tuple(f"{gpu.name}, {num_bytes(gpu.total_memory)}" for gpu in properties),
-        cores=os.cpu_count() or 1,
-        usable_cores=machine.usable_cores(),
-        memory=machine.memory_limit(),
-        memory_available=machine.memory_available(),
-        shared_memory=shared[0] if shared else None,
-        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        torch_threads=torch.get_num_threads(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],  # the soft limit, which holds
-        host_address=host_address,
-        loopback=loopback_works(),
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
-        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
-        transport=moves_by,
-        between_hosts=between_hosts,
-        nvidia_driver=shutil.which("nvidia-smi") is not None,
-        job_variables=tuple(v for v in ("RANK", "WORLD_SIZE") if v in os.environ),
-        launched=launched,
-        launch_problem=launch_problem,
-        matplotlib=matplotlib,
-    )
+    properties = map(torch.cuda.get_device_properties, gpus)
+    return tuple(f"{gpu.name}, {num_bytes(gpu.total_memory)}" for gpu in properties)
 
 
 def loopback_works() -> bool:
@@ -124,3 +56,71 @@ def loopback_works() -> bool:
             return True
     except OSError:
         return False
+
+
+def moves_by() -> str:
+    """How tensors move between workers of this host."""
+    if transport.chosen_transport() == "gloo":
+        return "Gloo, as TESSEL_TRANSPORT says"
+    if not transport.can_share_memory():
+        return "Gloo: memory cannot be shared here"
+    return f"shared memory, {'with' if transport.has_engine() else 'without'} the compiled engine"
+
+
+def launch_problem() -> str | None:
+    """Why a script that is started here could not join its job."""
+    try:
+        transport.launched_as()
+        transport.between_hosts()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _asked(ask: Callable[[], T]) -> T:
+    found: T = field(default_factory=ask)
+    return found
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a machine offers; the checks are functions of this alone.
+
+    Whatever is not given is asked of this machine.
+    """
+
+    # In lambdas, since some facts have the names of the modules that know them.
+    tessel: str = __version__
+    torch: str = _asked(lambda: torch.__version__)
+    python: str = _asked(platform.python_version)
+    system: str = _asked(lambda: platform.platform(terse=True))
+    hostname: str = _asked(socket.gethostname)
+    backends: tuple[str, ...] = _asked(backends)
+    devices: tuple[str, ...] = _asked(devices)
+    cores: int = _asked(lambda: os.cpu_count() or 1)
+    usable_cores: int = _asked(machine.usable_cores)
+    memory: int = _asked(machine.memory_limit)
+    memory_available: int | None = _asked(machine.memory_available)
+    shared_memory: int | None = _asked(lambda: (machine.shared_memory() or (None, None))[0])
+    omp_num_threads: str | None = _asked(lambda: os.environ.get("OMP_NUM_THREADS"))
+    torch_threads: int = _asked(lambda: torch.get_num_threads())
+    # the soft limit, which holds
+    open_files: int = _asked(lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    # Gloo and torchrun look up the host's own name
+    host_address: str | None = _asked(
+        lambda: answer(lambda: socket.gethostbyname(socket.gethostname()), OSError)
+    )
+    loopback: bool = _asked(loopback_works)
+    interfaces: tuple[str, ...] = _asked(lambda: tuple(name for _, name in socket.if_nameindex()))
+    gloo_interface: str | None = _asked(lambda: os.environ.get("GLOO_SOCKET_IFNAME"))
+    transport: str = _asked(moves_by)
+    between_hosts: str = _asked(lambda: answer(transport.between_hosts, ValueError, "Gloo"))
+    nvidia_driver: bool = _asked(lambda: shutil.which("nvidia-smi") is not None)
+    job_variables: tuple[str, ...] = _asked(
+        lambda: tuple(v for v in ("RANK", "WORLD_SIZE") if v in os.environ)
+    )
+    launched: str | None = _asked(lambda: answer(transport.launched_as, ValueError))
+    launch_problem: str | None = _asked(launch_problem)
+    matplotlib: str | None = _asked(
+        lambda: answer(lambda: version("matplotlib"), PackageNotFoundError)
+    )

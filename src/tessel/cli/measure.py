@@ -235,7 +235,7 @@ def _worker_rates() -> Rates:
         modes = torch.randn(spectral.domain.shape, dtype=torch.complex64)
         weighing = _seconds(lambda: spectral.act(modes, 0, weights))
         memory = 4 * x.nbytes / copies
-        call, latency, bandwidth = _message_rates(memory)
+        call, latency, bandwidth = message_rates(memory)
         # A step with hardly any work: transforms and restrictions in turn.
         F = ParDFT(torch.complex64, 4)
         R = ParRestriction(torch.complex64, 4, [range(0, 1), range(3, 4)])
@@ -266,7 +266,7 @@ def _exchange(rows: int) -> tuple[Distributed, Tensor]:
     return operator, torch.zeros(operator.layout_in.local_shape, dtype=torch.complex64)
 
 
-def _message_rates(memory: float) -> tuple[float, float, float]:
+def message_rates(memory: float) -> tuple[float, float, float]:
     """The seconds of an agreement and of a message, and the bytes sent in one.
 
     Workers compute between messages, as in a plan. They wait for each other then, and where they

@@ -23,14 +23,14 @@ import time
 from dataclasses import asdict
 
 import torch
-from rich.console import Console
 
-from tessel.cli.plan_model import best_grids, layers_of, load_model, table_of
+from tessel.cli import argument, wide_console
+from tessel.cli.plan_model import plan_model
 from tessel.operators.algebra import ParOperator, kron
 from tessel.operators.choose import Choice, best_partition
 from tessel.operators.dft import ParDFT
 from tessel.operators.matrices import ParIdentity, ParMultilinear
-from tessel.operators.rates import Machine, known_machine
+from tessel.operators.rates import known_machine
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import complex_of, real_of
 
@@ -43,7 +43,10 @@ _DTYPES = ("float32", "float64", "complex64", "complex128")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tessel plan`."""
     parser.add_argument(
-        "--shape", type=_lengths, required=True, help="lengths in space, such as 256,256,256"
+        "--shape",
+        type=lengths,
+        required=True,
+        help="lengths in space, such as 256,256,256",
     )
     parser.add_argument("--operator", choices=OPERATORS, default="fft", help="fft by default")
     parser.add_argument("--workers", type=int, required=True, help="number of workers")
@@ -52,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--channels", type=int, help="a dimension before those in space; fno: 20 by default"
     )
     parser.add_argument(
-        "--modes", type=_lengths, help="fno: kept frequencies of each sign, such as 12 or 12,12,8"
+        "--modes",
+        type=lengths,
+        help="fno: kept frequencies of each sign, such as 12 or 12,12,8",
     )
     parser.add_argument("--batch", type=int, default=1, help="columns on each worker")
     parser.add_argument(
@@ -62,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine", metavar="FILE", help="machine model, or jean-zay; that of this machine else"
     )
     parser.add_argument(
-        "--partition", type=_lengths, help="predict for this partition, such as 64,64,1, alone"
+        "--partition",
+        type=lengths,
+        help="predict for this partition, such as 64,64,1, alone",
     )
     parser.add_argument(
         "--model",
@@ -78,7 +85,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         machine = known_machine(args.machine)
         if args.model is not None:
-            return _plan_model(args, machine)
+            return plan_model(args, machine)
         operator = build(
             args.operator, args.shape, getattr(torch, args.dtype), args.channels, args.modes
         )
@@ -94,11 +101,9 @@ def execute(args: argparse.Namespace) -> int:
         )
         seconds = time.perf_counter() - begin
         if args.json:
-            print(json.dumps(_as_json(choice), indent=2))
+            print(json.dumps(as_json(choice), indent=2))
         else:
-            console = Console(highlight=False)
-            # In a file nothing is as narrow as a terminal: no column has to be broken there.
-            wide = console if console.is_terminal else Console(highlight=False, width=160)
+            wide = wide_console()
             wide.print(
                 f"[bold]{choice.workers} workers[/], {operator.domain} → {operator.codomain}: "
                 f"{len(choice.candidates)} partitions compared in {seconds:.2f} s"
@@ -111,35 +116,6 @@ def execute(args: argparse.Namespace) -> int:
     except (ValueError, ImportError) as error:
         print(f"tessel plan: {error}", file=sys.stderr)
         return 2
-    return 0
-
-
-def _plan_model(args: argparse.Namespace, machine: Machine) -> int:
-    """Compare grids for a model."""
-    for name in ("channels", "modes", "partition", "picture", "anywhere"):
-        if getattr(args, name):
-            raise ValueError(f"--{name} belongs to operators, not to --model")
-    if args.workers < 1 or len(args.shape) < 3:
-        raise ValueError(
-            f"--model needs 1 worker or more, and --shape with batch, channels and space; got "
-            f"{args.workers} and {args.shape}"
-        )
-    shape = (args.shape[0] * args.batch, *args.shape[1:])
-    calls, held = layers_of(load_model(args.model), shape, getattr(torch, args.dtype))
-    found = best_grids(calls, held, shape, args.workers, machine)
-    if args.json:
-        said = {"workers": args.workers, "machine": machine.origin}
-        print(json.dumps({**said, "candidates": [asdict(each) for each in found]}, indent=2))
-        return 0
-    console = Console(highlight=False)
-    wide = console if console.is_terminal else Console(highlight=False, width=160)
-    wide.print(
-        f"[bold]{args.workers} workers[/], a training step of {args.model} on an input of "
-        f"{'×'.join(map(str, shape))}: {len(found)} grids, {len(calls)} calls of layers"
-    )
-    for each in table_of(found):
-        wide.print(each)
-    wide.print(f"machine: {machine.origin}")
     return 0
 
 
@@ -169,7 +145,7 @@ def build(
             )
     if name == "convolution" and channels is None:
         channels = 1
-    transform = _transform(name != "fft", shape, dtype, channels, kept)
+    transform = transform_of(name != "fft", shape, dtype, channels, kept)
     if name in ("fft", "rfft"):
         return transform
     assert channels is not None
@@ -180,7 +156,7 @@ def build(
     return back @ weights @ transform
 
 
-def _transform(
+def transform_of(
     is_real: bool,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -205,10 +181,11 @@ def _transform(
     return kron(*factors)
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+@argument
+def lengths(text: str) -> tuple[int, ...]:
     """Whole numbers from 1 on, between commas.
 
-    >>> _lengths("256,128")
+    >>> lengths("256,128")
     (256, 128)
     """
     try:
@@ -216,11 +193,12 @@ def _lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         numbers = (0,)
     if any(number < 1 for number in numbers):
-        raise argparse.ArgumentTypeError(f"expected integers such as 256,128, got {text!r}")
+        raise ValueError(f"expected integers such as 256,128, got {text!r}")
     return numbers
 
 
-def _as_json(choice: Choice) -> dict[str, object]:
+def as_json(choice: Choice) -> dict[str, object]:
+    """All that is known of a choice."""
     explanation = choice.explanation
     return {
         "workers": choice.workers,

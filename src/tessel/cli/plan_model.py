@@ -8,25 +8,27 @@ each halo once in each direction.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil, prod
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tessel.cli import wide_console
 from tessel.operators.choose import factorings
 from tessel.operators.rates import Machine, Rates
 from tessel.operators.space import Shape
-from tessel.operators.units import num_bytes, num_seconds
+from tessel.operators.units import num_bytes, num_seconds, table_of_numbers
 
 ROWS = 8
 _BACKWARD = 2  # times the operations of a forward pass: gradients of inputs, and of weights
@@ -72,6 +74,33 @@ class ModelCandidate:
     computing: float
     bytes: int
     messages: int
+
+
+def plan_model(args: argparse.Namespace, machine: Machine) -> int:
+    """Compare grids for a model, as the arguments of `tessel plan` ask for it."""
+    for name in ("channels", "modes", "partition", "picture", "anywhere"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} belongs to operators, not to --model")
+    if args.workers < 1 or len(args.shape) < 3:
+        raise ValueError(
+            f"--model needs 1 worker or more, and --shape with batch, channels and space; got "
+            f"{args.workers} and {args.shape}"
+        )
+    shape = (args.shape[0] * args.batch, *args.shape[1:])
+    calls, held = layers_of(load_model(args.model), shape, getattr(torch, args.dtype))
+    found = best_grids(calls, held, shape, args.workers, machine)
+    if args.json:
+        said = {"workers": args.workers, "machine": machine.origin}
+        print(json.dumps({**said, "candidates": [asdict(each) for each in found]}, indent=2))
+        return 0
+    wide = wide_console()
+    wide.print(
+        f"[bold]{args.workers} workers[/], a training step of {args.model} on an input of "
+        f"{'×'.join(map(str, shape))}: {len(found)} grids, {len(calls)} calls of layers"
+    )
+    wide.print(*shown(found), sep="\n")
+    wide.print(f"machine: {machine.origin}")
+    return 0
 
 
 def load_model(name: str) -> Callable[[], Any]:
@@ -128,7 +157,7 @@ def layers_of(
 
         def note(module: nn.Module, args: Any, result: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor):
-                calls.append(_call(names[id(module)], module, args[0], result))
+                calls.append(call_of(names[id(module)], module, args[0], result))
 
         for module in model.modules():
             if not [*module.children()]:
@@ -144,7 +173,8 @@ def layers_of(
     return calls, held
 
 
-def _call(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> LayerCall:
+def call_of(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> LayerCall:
+    """What a layer does that makes y of x."""
     source, target = tuple(x.shape), tuple(y.shape)
     ndim = len(source) - 2
     flops = 0.0
@@ -180,11 +210,11 @@ def best_grids(
     grids = factorings(workers, most)
     if not grids:
         raise ValueError(f"{workers} workers are more than an input of shape {shape} has places")
-    found = [_predicted(calls, parameters, grid, workers, machine) for grid in grids]
+    found = [predicted(calls, parameters, grid, workers, machine) for grid in grids]
     return sorted(found, key=lambda each: (each.time, each.bytes))
 
 
-def _predicted(
+def predicted(
     calls: Sequence[LayerCall], parameters: int, grid: Shape, workers: int, machine: Machine
 ) -> ModelCandidate:
     rates = machine.rates_for(workers)
@@ -193,7 +223,7 @@ def _predicted(
     for call in calls:
         share = _largest(call.target, grid) / max(1, prod(call.target))
         passed = _largest(call.source, grid) + _largest(call.target, grid)
-        halo = _halo(call, grid, rates, machine) if call.window else _NONE
+        halo = halo_of(call, grid, rates, machine) if call.window else _NONE
         # Borders are computed apart, from strips that are thinner than what they read: thin parts
         # take time for what they read, not for what they give.
         once = call.flops * share * halo.width / rates.matrix
@@ -235,7 +265,7 @@ class HaloCost(NamedTuple):
 _NONE = HaloCost(0, 0, 0.0, 1.0)
 
 
-def _halo(call: LayerCall, grid: Shape, rates: Rates, machine: Machine) -> HaloCost:
+def halo_of(call: LayerCall, grid: Shape, rates: Rates, machine: Machine) -> HaloCost:
     own, wide, reached, outside = 1, 1, 1, 0.0
     stride_in_grid = 1
     for length, parts, out, window, stride in reversed(
@@ -262,12 +292,10 @@ def _halo(call: LayerCall, grid: Shape, rates: Rates, machine: Machine) -> HaloC
     return HaloCost(num_bytes, messages, seconds, wide / own)
 
 
-def table_of(found: Sequence[ModelCandidate]) -> Iterator[Any]:
+def shown(found: Sequence[ModelCandidate]) -> Iterator[Any]:
     """The grids, for a terminal."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("partition", no_wrap=True)
-    for title in ("predicted step", "computing", "halos received", "messages"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = "predicted step", "computing", "halos received", "messages"
+    table = table_of_numbers("partition", *titles)
     for number, each in enumerate(found[:ROWS]):
         table.add_row(
             "×".join(map(str, each.partition)),

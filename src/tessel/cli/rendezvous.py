@@ -46,7 +46,7 @@ class HostRendezvous(RendezvousHandler):
     ) -> None:
         self._job, self._hosts, self._seconds = job, hosts, seconds
         self._door: Gate | Tunnel | None = None
-        knocks = None if endpoint is None else _listener(endpoint)
+        knocks = None if endpoint is None else endpoint.listen()
         self.is_first = endpoint is None or knocks is not None
         if self.is_first:
             # The system chooses the port, and nobody can take it: torch serves on this very socket.
@@ -122,23 +122,6 @@ class HostRendezvous(RendezvousHandler):
             self._door.close()
         self._door = None
         return True
-
-
-def _listener(endpoint: Endpoint) -> socket.socket | None:
-    """A listening socket if this is the first host."""
-    listener = endpoint.listen()
-    if listener is None:
-        return None
-    address = listener.getsockname()[0]
-    is_hidden = address.startswith("127.") or address == "::1"
-    named_so = endpoint.host == "localhost" or endpoint.host == address
-    if is_hidden and not named_so:
-        listener.close()
-        raise GateError(
-            f"{endpoint.host!r} is {address} on this host, where no other host can reach it; give "
-            f"an address instead of the name"
-        )
-    return listener
 
 
 def rendezvous_of(parameters: RendezvousParameters) -> HostRendezvous:

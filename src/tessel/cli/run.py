@@ -43,6 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tessel.cli import argument
 from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, HostRendezvous
 from tessel.cli.stragglers import Stragglers
 from tessel.launch.gate import Endpoint, GateError, read_token
@@ -77,32 +78,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--workers",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="workers on this host (default: one per GPU, else one per core)",
     )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="run a module, as python -m does"
-    )
+    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=positive,
         metavar="T",
         help="threads per worker (default: OMP_NUM_THREADS if set, else cores // N)",
     )
     parser.add_argument(
         "--trace",
-        type=_trace_file,
+        type=trace_file,
         metavar="FILE",
         help="record what all workers do, for `tessel trace FILE` and ui.perfetto.dev",
     )
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument(
-        "--nnodes", type=_positive, default=1, metavar="H", help="number of hosts (default: 1)"
+        "--nnodes",
+        type=positive,
+        default=1,
+        metavar="H",
+        help="number of hosts (default: 1)",
     )
     hosts.add_argument(
         "--rdzv-endpoint",
-        type=_endpoint,
+        type=argument(Endpoint),
         metavar="HOST:PORT",
         help="address of one of the hosts, where the others find it; one host alone needs none",
     )
@@ -124,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Run the workers and return the exit code: 0, or that of the worker that failed first."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    _check(args, command)
+    check_command(args, command)
     try:  # here, and not on each worker
         time_limit()
         for variable, options in _CHOICES.items():
@@ -148,7 +151,7 @@ def execute(args: argparse.Namespace) -> int:
     except GateError as error:
         _stderr().print(f"tessel run: {error}", markup=False)
         return 1
-    with _reports() as reports:
+    with reports_folder() as reports:
         launch = elastic_launch(_config(args, n, reports, rendezvous), sys.executable)
         stragglers = Stragglers()
         try:
@@ -188,7 +191,7 @@ def _rendezvous(args: argparse.Namespace) -> HostRendezvous:
 
 
 @contextlib.contextmanager
-def _reports() -> Iterator[str]:
+def reports_folder() -> Iterator[str]:
     """A folder for the reports of workers; those that killed launchers have left are removed.
 
     A launcher holds a lock on its folder, which the system opens when it ends, however it ends.
@@ -213,7 +216,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
+def check_command(args: argparse.Namespace, command: Sequence[str]) -> None:
     """End with a message and exit code 2 when the workers could not even start."""
     error = args.parser.error
     if not command:
@@ -356,22 +359,19 @@ def _stderr() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def _positive(text: str) -> int:
+@argument
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
     # not everything that `int` takes: it reads "1_0" and digits of all scripts
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+        raise ValueError(f"expected 1 or more, got {text}")
     return int(text)
 
 
-def _trace_file(text: str) -> str:
+@argument
+def trace_file(text: str) -> str:
+    """Where a trace can be written."""
     path = os.path.abspath(text)
     if wrong := why_not(Path(path)):
-        raise argparse.ArgumentTypeError(wrong)
+        raise ValueError(wrong)
     return path
-
-
-def _endpoint(text: str) -> Endpoint:
-    try:
-        return Endpoint(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -12,16 +12,16 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from tessel.cli import wide_console
 from tessel.operators.picture import new_figure
-from tessel.operators.units import num_bytes, num_seconds
+from tessel.operators.units import num_bytes, num_seconds, table_of_numbers
 from tessel.tracing.recorder import ROWS
 
 if TYPE_CHECKING:
@@ -53,10 +53,7 @@ def execute(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(asdict(found), indent=2))
         else:
-            console = Console(highlight=False)
-            wide = console if console.is_terminal else Console(highlight=False, width=160)
-            for each in tables(found):
-                wide.print(each)
+            wide_console().print(*tables(found), sep="\n")
         if not args.no_picture:
             target = args.picture or Path(args.file).with_suffix(".png")
             draw(args.file).savefig(target, dpi=150)
@@ -165,13 +162,14 @@ def tables(found: Found) -> Iterator[Any]:
     """What a trace says, for a terminal."""
     yield f"[bold]{len(found.workers)} workers, {num_seconds(found.seconds)}[/]"
     if found.missing:
-        yield f"[yellow]missing: {_listed(found.missing)}, which wrote nothing[/]"
+        who = f"worker{'s' * (len(found.missing) > 1)} {', '.join(map(str, found.missing))}"
+        yield f"[yellow]missing: {who}, which wrote nothing[/]"
     for worker, number in found.left_out.items():
         yield f"[yellow]worker {worker} left out {number} events that came after its limit[/]"
     yield "\n[bold]who waits for whom[/]"
-    yield _waits(found)
+    yield table_of_waits(found)
     yield "\n[bold]what each worker does[/]"
-    table = _table("worker", *ROWS, "bytes sent", "bytes received")
+    table = table_of_numbers("  worker", *ROWS, "bytes sent", "bytes received")
     for worker in found.workers:
         total = sum(found.rows[worker].values()) or 1.0
         shares = (f"{num_seconds(s)} {s / total:4.0%}" for s in found.rows[worker].values())
@@ -181,16 +179,17 @@ def tables(found: Found) -> Iterator[Any]:
     yield table
     if found.places:
         yield "\n[bold]where they wait the longest, all workers together[/]"
-        table = _table("layer", "for", "seconds", "times")
+        table = table_of_numbers("  layer", "for", "seconds", "times")
         for each in found.places[:MOST_PLACES]:
             table.add_row(each.layer or "–", each.what, num_seconds(each.seconds), str(each.times))
         yield table
 
 
-def _waits(found: Found) -> Table:
+def table_of_waits(found: Found) -> Table:
+    """How long each waits for each other; of many workers, the longest waits."""
     everybody = sorted({*found.workers, *(p for each in found.waits.values() for p in each)})
     if len(everybody) <= MOST_COLUMNS:
-        table = _table("worker", *(f"for {other}" for other in everybody), "in all")
+        table = table_of_numbers("  worker", *(f"for {other}" for other in everybody), "in all")
         for worker in found.workers:
             row = found.waits[worker]
             cells = (num_seconds(row[p]) if p in row else "·" for p in everybody)
@@ -200,23 +199,11 @@ def _waits(found: Found) -> Table:
         cells = (num_seconds(each) if each else "·" for each in sums)
         table.add_row("all", *cells, num_seconds(sum(sums)), style="bold")
         return table
-    table = _table("worker", "waits for", "seconds")
+    table = table_of_numbers("  worker", "waits for", "seconds")
     pairs = [(s, w, p) for w, row in found.waits.items() for p, s in row.items()]
     for seconds, worker, other in sorted(pairs, reverse=True)[:MOST_COLUMNS]:
         table.add_row(str(worker), str(other), num_seconds(seconds))
     return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
-    table.add_column(f"  {first}", no_wrap=True)
-    for title in others:
-        table.add_column(title, justify="left" if title == "for" else "right", no_wrap=True)
-    return table
-
-
-def _listed(workers: Sequence[int]) -> str:
-    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
 
 
 def draw(path: str | Path) -> Figure:

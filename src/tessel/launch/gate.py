@@ -25,6 +25,7 @@ import stat
 import threading
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,25 @@ class Endpoint:
         return [(family, str(address[0])) for family, _, _, _, address in found]
 
     def listen(self) -> socket.socket | None:
-        """A listening socket if this is an address of this host, and nobody listens there."""
+        """A listening socket if this is an address of this host, and nobody listens there.
+
+        GateError if it is one that no other host can reach, and was not named so.
+        """
         for family, address in self.addresses():
             try:
-                return socket.create_server((address, self.port), family=family, backlog=128)
+                listener = socket.create_server((address, self.port), family=family, backlog=128)
             except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EAFNOSUPPORT):
-                    raise GateError(f"cannot listen on {address}: {error}") from error
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EAFNOSUPPORT):
+                    continue
+                raise GateError(f"cannot listen on {address}: {error}") from error
+            is_hidden = address.startswith("127.") or address == "::1"
+            if is_hidden and self.host not in ("localhost", address):
+                listener.close()
+                raise GateError(
+                    f"{self.host!r} is {address} on this host, where no other host can reach it; "
+                    f"give an address instead of the name"
+                )
+            return listener
         return None
 
 
@@ -93,7 +106,7 @@ def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
     file = Path(config, "tessel", "token") if path is None else Path(path)
     try:
         if path is None:
-            _make_token(file)
+            make_token(file)
         with open(file, "rb") as opened:
             status = os.fstat(opened.fileno())
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -108,7 +121,7 @@ def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
         raise GateError(f"the token in {file} cannot be read: {error.strerror}") from error
 
 
-def _make_token(file: Path) -> None:
+def make_token(file: Path) -> None:
     """A new token for this user, if there is none; of several who make it the first counts."""
     if file.exists():
         return
@@ -130,14 +143,10 @@ def _checked_token(token: bytes, source: str) -> bytes:
     return token
 
 
-class _Secret:
-    """The token of a job, and the proofs that one knows it."""
-
-    def __init__(self, token: bytes, job: str) -> None:
-        self._token, self._job = token, job.encode("utf-8", "surrogateescape")
-
-    def proof(self, side: bytes, gates: bytes, tunnels: bytes) -> bytes:
-        return hmac.digest(self._token, side + self._job + gates + tunnels, "sha256")
+def _proof(token: bytes, job: str, side: bytes, gates: bytes, tunnels: bytes) -> bytes:
+    """What one side of a job says who knows its token, after both have drawn a number."""
+    name = job.encode("utf-8", "surrogateescape")
+    return hmac.digest(token, side + name + gates + tunnels, "sha256")
 
 
 class _Forwarder:
@@ -221,7 +230,7 @@ class Gate:
 
     def __init__(self, listener: socket.socket, port: int, token: bytes, job: str) -> None:
         self.address = listener.getsockname()[0]
-        self._port, self._secret = port, _Secret(token, job)
+        self._port, self._proof = port, partial(_proof, token, job)
         self._strangers = 0
         self._forwarder = _Forwarder()
         self._forwarder.listen(listener, self._serve)
@@ -254,9 +263,9 @@ class Gate:
         if await reader.readexactly(len(GREETING)) != GREETING:
             return False
         theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
-        if not hmac.compare_digest(proof, self._secret.proof(b"tunnel", mine, theirs)):
+        if not hmac.compare_digest(proof, self._proof(b"tunnel", mine, theirs)):
             return False
-        writer.write(self._secret.proof(b"gate", mine, theirs))
+        writer.write(self._proof(b"gate", mine, theirs))
         await writer.drain()
         return True
 
@@ -275,7 +284,7 @@ class Tunnel:
     """
 
     def __init__(self, endpoint: Endpoint, token: bytes, job: str, seconds: float) -> None:
-        self._endpoint, self._secret = endpoint, _Secret(token, job)
+        self._endpoint, self._proof = endpoint, partial(_proof, token, job)
         # Once before all else: whoever has the wrong token is told so, and not a worker of his.
         with self._knock(seconds) as probe:
             self.address = probe.getsockname()[0]
@@ -329,9 +338,9 @@ class Tunnel:
                 f"and the same version on all hosts"
             )
         theirs, mine = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
-        connection.sendall(GREETING + mine + self._secret.proof(b"tunnel", theirs, mine))
+        connection.sendall(GREETING + mine + self._proof(b"tunnel", theirs, mine))
         proof = _exactly(connection, _PROOF)
-        if not hmac.compare_digest(proof, self._secret.proof(b"gate", theirs, mine)):
+        if not hmac.compare_digest(proof, self._proof(b"gate", theirs, mine)):
             raise GateError(
                 f"the host at {where} has another token or --rdzv-id than this one; both must be "
                 f"the same on all hosts: set TESSEL_TOKEN, or copy the file with the token"

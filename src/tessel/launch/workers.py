@@ -16,8 +16,8 @@ from tessel.launch.environment import Environment
 from tessel.launch.forkserver import GRACE, ForkServer, fork_forkserver, shared_forkserver
 from tessel.launch.message import Call
 from tessel.launch.outputs import OUTPUTS, flush_outputs
-from tessel.launch.process import WorkerProcess
-from tessel.launch.processes import (
+from tessel.launch.process import (
+    WorkerProcess,
     await_ends,
     await_starts,
     collect,

@@ -44,15 +44,8 @@ class _AvgPool(DistributedPoolingBase):
     divisor_override: int | None = None
 
     def settings(self) -> AveragePool:
-        return AveragePool.of(
-            self.num_dims,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.ceil_mode,
-            self.count_include_pad,
-            self.divisor_override,
-        )
+        sizes = self.kernel_size, self.stride, self.padding, self.ceil_mode
+        return AveragePool.of(self.num_dims, *sizes, self.count_include_pad, self.divisor_override)
 
 
 class MayGiveIndices(Layer):
@@ -68,15 +61,8 @@ class _MaxPool(MayGiveIndices, DistributedPoolingBase):
     dilation: Any
 
     def settings(self) -> MaximumPool:
-        return MaximumPool.of(
-            self.num_dims,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.ceil_mode,
-            self.return_indices,
-        )
+        sizes = self.kernel_size, self.stride, self.padding, self.dilation
+        return MaximumPool.of(self.num_dims, *sizes, self.ceil_mode, self.return_indices)
 
 
 class DistributedAvgPool1d(_AvgPool, torch.nn.AvgPool1d):

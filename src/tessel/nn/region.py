@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -26,12 +26,6 @@ from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
-from tessel.nn.conv_transpose import (
-    DistributedConvTranspose1d,
-    DistributedConvTranspose2d,
-    DistributedConvTranspose3d,
-)
-from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from tessel.nn.layer import (
     Entry,
     Layer,
@@ -41,16 +35,6 @@ from tessel.nn.layer import (
     lies_alone,
     needs_of,
     parts_agreement,
-)
-from tessel.nn.norm import (
-    DistributedBatchNorm,
-    DistributedBatchNorm1d,
-    DistributedBatchNorm2d,
-    DistributedBatchNorm3d,
-    DistributedInstanceNorm,
-    DistributedInstanceNorm1d,
-    DistributedInstanceNorm2d,
-    DistributedInstanceNorm3d,
 )
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
@@ -153,12 +137,14 @@ class HaloRegion(HasHandle, nn.Sequential):
             shape, field = step.trace(shape, x, layout)
             shapes.append(shape)
             fields.append(field)
-        plan = planned(layout, tuple(shapes), tuple(fields))
+        wraps, stages = planned(layout, tuple(shapes), tuple(fields))
         parameters = [step.parameters(layout) for step in steps]
-        y = plan.fetch(x)
-        for step, stage, given in zip(steps, plan.stages, parameters, strict=True):
+        for wrap in wraps:
+            x = wrap.apply(x)
+        y = stages[0].fetch(x)  # all that this worker reads
+        for step, stage, given in zip(steps, stages, parameters, strict=True):
             y = step.compute(y, stage, *given)
-        return y, plan.stages[-1].target
+        return y, stages[-1].target
 
     def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
@@ -193,31 +179,14 @@ def _chain(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-@dataclass(frozen=True)
-class RegionPlan:
-    """How the layers of a region compute.
-
-    Attributes:
-        wraps: first, dimensions that wrap around in all layers are continued.
-        stages: then every worker fetches what the first stage reads; each stage goes from what
-            the stage before it has computed to what the next one reads.
-    """
-
-    wraps: tuple[PeriodicHalo, ...]
-    stages: tuple[Windowed, ...]
-
-    def fetch(self, x: Tensor) -> Tensor:
-        """All that this worker reads."""
-        for wrap in self.wraps:
-            x = wrap.apply(x)
-        return self.stages[0].fetch(x)
-
-
 @kept_in_job
 def planned(
     source: Layout, shapes: tuple[Shape, ...], fields: tuple[ReceptiveFields, ...]
-) -> RegionPlan:
+) -> tuple[tuple[PeriodicHalo, ...], tuple[Windowed, ...]]:
     """From a tensor in the layout `source` to balanced parts of the last of these shapes.
+
+    First, dimensions that wrap around in all layers are continued. Then every worker fetches what
+    the first stage reads; each stage goes from what the one before has to what the next one reads.
 
     Args:
         source: where the input lies.
@@ -242,7 +211,7 @@ def planned(
         held = source if is_first else Windowed(source.resized(shape), target, field).read
         stages.insert(0, Windowed(held, target, field))
         target = stages[0].read
-    return RegionPlan(tuple(wraps), tuple(stages))
+    return tuple(wraps), tuple(stages)
 
 
 Bends = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
@@ -344,7 +313,7 @@ class RegionStep(ABC):
 
 
 class _Convolving(RegionStep):
-    kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
+    kinds = (nn.modules.conv._ConvNd,)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
@@ -392,17 +361,14 @@ def _widths(plan: Windowed, num_dims: int) -> list[int]:
     return [width for side in reversed(plan.overhang[-num_dims:]) for width in side]
 
 
-class _Transposed(RegionStep):
-    kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
+class _Transposed(_Convolving):
+    kinds = (nn.modules.conv._ConvTransposeNd,)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
         settings = self.layer.settings()
         outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
-
-    def parameters(self, layout: Layout) -> Parameters:
-        return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         weight, bias = parameters
@@ -456,11 +422,7 @@ class _Interpolating(RegionStep):
 
 
 class _Normalizing(RegionStep):
-    kinds = (
-        *(DistributedBatchNorm, DistributedBatchNorm1d, DistributedBatchNorm2d),
-        *(DistributedBatchNorm3d, DistributedInstanceNorm, DistributedInstanceNorm1d),
-        *(DistributedInstanceNorm2d, DistributedInstanceNorm3d),
-    )
+    kinds = (nn.modules.batchnorm._NormBase,)  # batch and instance norms
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if self.layer.training or self.layer.running_mean is None:
@@ -549,7 +511,7 @@ class _Prelu(_Pointwise):
 
 
 _STEPS: tuple[type[RegionStep], ...] = (
-    *(_Convolving, _Transposed, _Pooling, _Interpolating, _Normalizing),
+    *(_Transposed, _Convolving, _Pooling, _Interpolating, _Normalizing),  # the first that fits
     *(_Padding, _Pointwise, _Prelu),
 )
 
@@ -557,16 +519,9 @@ _STEPS: tuple[type[RegionStep], ...] = (
 def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
     """What a region of `P_x` must know of a layer; it raises if the layer cannot be in one."""
     name = type(layer).__name__
-    # of a layer of torch's, the type itself: a subclass may compute anything
-    placed = isinstance(layer, Layer)
-    kind = next(
-        (
-            each
-            for each in _STEPS
-            if (isinstance(layer, each.kinds) if placed else type(layer) in each.kinds)
-        ),
-        None,
-    )
+    # Of a layer of torch's, the type itself: a subclass may compute anything.
+    kinds = (type(layer),) if not isinstance(layer, Layer) else type(layer).__mro__
+    kind = next((each for each in _STEPS if {*kinds} & {*each.kinds}), None)
     if kind is None:
         raise NotImplementedError(
             f"{name} cannot be in a HaloRegion, which takes convolutions, pools, interpolations "

@@ -100,7 +100,8 @@ def wrappers_of(inside: Iterable[Module]) -> list[Module]:
     Args:
         inside: modules of the model to which `fully_shard` was applied.
     """
-    found = [*inside, *(each for each in callers() if _is_wrapper(each))]
+    kinds = (DistributedDataParallel, *sharded_kinds())
+    found = [*inside, *(each for each in callers() if isinstance(each, kinds))]
     active = DistributedDataParallel._get_active_ddp_module()  # compiled code has other frames
     found += [] if active is None else [active]
     return list({id(each): each for each in found}.values())
@@ -147,7 +148,8 @@ class Replicas:
         ddps = []
         for wrapper in wrappers:
             for groups in averaging_groups(wrapper):
-                workers = tuple(sorted({w for each in groups for w in _workers(each)}))
+                ranks = map(dist.get_process_group_ranks, groups)
+                workers = tuple(sorted({worker for each in ranks for worker in each}))
                 if workers not in self._known:
                     self._check(name, wrapper, groups, workers)
                     self._known.add(workers)
@@ -267,11 +269,3 @@ def check_alike(values: Iterable[tuple[str, Tensor]], P_x: Partition) -> None:
                     f"worker {known}, and both are of one replica, over {P_x}; apply "
                     f"tessel.nn.distribute_module first, which makes them alike, or seed alike"
                 )
-
-
-def _is_wrapper(module: Module) -> bool:
-    return isinstance(module, (DistributedDataParallel, *sharded_kinds()))
-
-
-def _workers(handle: Any) -> list[int]:
-    return list(dist.get_process_group_ranks(handle))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 from operator import index as as_int
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tessel.core.partition import HypotheticalPartition
@@ -18,9 +18,9 @@ from tessel.operators.explanation import Explanation, explain_plan
 from tessel.operators.layouts import ANYWHERE, on_common_grids, on_grid, representatives
 from tessel.operators.planning import OperatorPlan, make_plan
 from tessel.operators.rates import Machine, known_machine
-from tessel.operators.space import Shape, checked_length
+from tessel.operators.space import Shape, TensorSpace, checked_length
 from tessel.operators.storage import storage_of
-from tessel.operators.units import num_bytes, num_seconds
+from tessel.operators.units import num_bytes, num_seconds, table_of_numbers
 
 MOST_TASKS = 800  # in all plans that are compared, so that it takes less than a second
 ROWS = 8
@@ -43,6 +43,23 @@ class Candidate:
     memory: int
     bytes: int
     plan: OperatorPlan
+
+    @classmethod
+    def of(
+        cls,
+        operator: ParOperator,
+        grid: Shape,
+        out: Shape | str | None,
+        columns: int,
+        machine: Machine,
+    ) -> Candidate:
+        """What is predicted for a grid, and a result that lies as in `distribute`."""
+        plan = plan_on(operator, grid, out)
+        # A few workers stand for all: to count what thousands send would take longer than to plan.
+        some = representatives(plan.source.partition)
+        dtype, storage = operator.domain.dtype, storage_of(plan)
+        found = explain_plan(plan, dtype, storage, columns, machine, some)
+        return cls(grid, found.time, found.memory, found.bytes_sent, plan)
 
 
 @dataclass(frozen=True)
@@ -100,10 +117,8 @@ class Choice:
         )
 
     def __rich__(self) -> RenderableType:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("partition", no_wrap=True)
-        for title in ("predicted time", "memory per worker", "bytes sent per worker", "transfers"):
-            table.add_column(title, justify="right", no_wrap=True)
+        titles = "predicted time", "memory per worker", "bytes sent per worker", "transfers"
+        table = table_of_numbers("partition", *titles)
         for number, each in enumerate(self.candidates[:ROWS]):
             table.add_row(
                 "×".join(map(str, each.partition)),
@@ -152,54 +167,54 @@ def best_partition(
     ([1, 1, 1], 0)
     """
     workers = checked_length("best_partition", "workers", workers)
+    columns = checked_length("best_partition", "columns", columns)
     if isinstance(operator, Bound):
         operator = operator.operator
     if hasattr(operator, "plan") or not isinstance(operator, ParOperator):
         raise ValueError(f"expected an operator that is not distributed, got {operator!r}")
     if operator.reductions:
         raise ValueError(f"{operator} already sums over workers and cannot be distributed")
-    columns = checked_length("best_partition", "columns", columns)
-    out: Shape | str | None = ANYWHERE if partition_out == ANYWHERE else None
-    if partition_out is not None and out is None:
-        try:
-            out = tuple(as_int(size) for size in partition_out)  # type: ignore[arg-type]
-        except TypeError:
-            out = ()
-        ndim = len(operator.codomain.shape)
-        if len(out) != ndim or min(out) < 1 or prod(out) != workers:
-            raise ValueError(
-                f"partition_out must be None, {ANYWHERE!r}, or numbers of workers along {ndim} "
-                f"dimensions, {workers} in all; got {partition_out!r}"
-            )
+    out: Shape | str | None = ANYWHERE
+    if partition_out != ANYWHERE:
+        wanted = f"partition_out must be None, {ANYWHERE!r}, or"
+        out = _checked_grid(wanted, partition_out, workers, operator.codomain)
+    given = _checked_grid("partition must be", partition, workers, operator.domain)
+    grids = candidate_grids(operator, workers) if given is None else [given]
     machine = known_machine() if machine is None else machine
-    dtype = operator.domain.dtype
-    # Planning takes time in proportion to tasks and grids: large expressions try fewer grids.
-    num_tasks = max(1, sum(1 for _ in operator.expand(0)))
-    shape = operator.domain.shape
+    candidates = [Candidate.of(operator, grid, out, columns, machine) for grid in grids]
+    ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
+    return Choice(operator, workers, tuple(ranked), machine, columns)
 
-    def rank(grid: Shape) -> tuple[int, int]:  # those with the smallest parts come first
+
+def _checked_grid(wanted: str, given: Any, workers: int, space: TensorSpace) -> Shape | None:
+    """The numbers of workers along dimensions, if a user gives some; ValueError for wrong ones."""
+    if given is None:
+        return None
+    ndim = len(space.shape)
+    try:
+        grid = tuple(as_int(size) for size in given)
+    except TypeError:
+        grid = ()
+    if len(grid) != ndim or min(grid) < 1 or prod(grid) != workers:
+        raise ValueError(
+            f"{wanted} numbers of workers along {ndim} dimensions, {workers} in all; got {given!r}"
+        )
+    return grid
+
+
+def candidate_grids(operator: ParOperator, workers: int) -> list[Shape]:
+    """The grids that are compared: of very many, those whose largest parts are the smallest."""
+    shape = operator.domain.shape
+    # Those on which all workers have something, if there are any.
+    grids = factorings(workers, shape) or factorings(workers, (workers,) * len(shape))
+
+    def rank(grid: Shape) -> tuple[int, int]:
         largest = prod(ceil(length / parts) for length, parts in zip(shape, grid, strict=True))
         return largest, sum(n > 1 for n in grid)  # of equals, the one that splits fewer dimensions
 
-    # Those on which all workers have something, if there are any.
-    grids = factorings(workers, shape) or factorings(workers, (workers,) * len(shape))
-    if partition is not None:
-        given = tuple(as_int(size) for size in partition)
-        if len(given) != len(shape) or min(given) < 1 or prod(given) != workers:
-            raise ValueError(
-                f"partition must be numbers of workers along {len(shape)} dimensions, {workers} in "
-                f"all; got {given}"
-            )
-        grids = [given]
-    candidates = []
-    for grid in sorted(grids, key=rank)[: max(16, MOST_TASKS // num_tasks)]:
-        plan = plan_on(operator, grid, out)
-        # A few workers stand for all: to count what thousands send would take longer than to plan.
-        some = representatives(plan.source.partition)
-        found = explain_plan(plan, dtype, storage_of(plan), columns, machine, some)
-        candidates.append(Candidate(grid, found.time, found.memory, found.bytes_sent, plan))
-    ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
-    return Choice(operator, workers, tuple(ranked), machine, columns)
+    # Planning takes time in proportion to tasks and grids: large expressions try fewer grids.
+    num_tasks = max(1, sum(1 for _ in operator.expand(0)))
+    return sorted(grids, key=rank)[: max(16, MOST_TASKS // num_tasks)]
 
 
 def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> OperatorPlan:

@@ -347,20 +347,31 @@ def distribute(
     if operator.reductions:
         raise ValueError(f"{operator} already sums over workers and cannot be distributed")
     ndim = len(operator.domain.shape)
-    if partition_in is None:
-        partition_in = [*[1] * ndim, world().size]
+    partition_in = [*[1] * ndim, world().size] if partition_in is None else partition_in
     start = _partition(partition_in, ndim, operator)
-    if isinstance(partition_out, str) and partition_out != ANYWHERE:
-        raise ValueError(
-            f"partition_out must be a partition or {ANYWHERE!r}, got {partition_out!r}"
-        )
-    is_anywhere = isinstance(partition_out, str)
+    source = _layout(operator.domain.shape, partition_in, start)
+    if isinstance(partition_out, str):
+        if partition_out != ANYWHERE:
+            raise ValueError(
+                f"partition_out must be a partition or {ANYWHERE!r}, got {partition_out!r}"
+            )
+        return Distributed(operator, source, None)
     if partition_out is None:
-        partition_out = start
+        partition_out, shape = start, operator.codomain.shape
         if isinstance(partition_in, Layout):
-            alike = partition_in.shape == operator.codomain.shape
-            partition_out = partition_in if alike else partition_in.resized(operator.codomain.shape)
-    end = start if is_anywhere else _partition(partition_out, ndim, operator)
+            same = partition_in.shape == shape
+            partition_out = partition_in if same else partition_in.resized(shape)
+    end = _partition(partition_out, ndim, operator)
+    check_ends(start, end)
+    target = _layout(operator.codomain.shape, partition_out, end)
+    if batch_runs(source) != batch_runs(target):
+        both = f"{start} and {end}"
+        raise ValueError(f"the batch must be split in the same way before and after: {both}")
+    return Distributed(operator, *on_common_grids(source, target))
+
+
+def check_ends(start: Partition, end: Partition) -> None:
+    """Raise ValueError unless a result can lie there, on the workers that had the input."""
     if sorted(start.ranks) != sorted(end.ranks):
         raise ValueError(f"the result must be on the same workers: {start} and {end}")
     if start.ranks != end.ranks:
@@ -368,15 +379,6 @@ def distribute(
             f"the result must be on the same workers in the same order: {start} and {end}; "
             f"distribute to one of them and move the result to the other with a tessel.Move"
         )
-    source = _layout(operator.domain.shape, partition_in, start)
-    if is_anywhere:
-        return Distributed(operator, source, None)
-    target = _layout(operator.codomain.shape, partition_out, end)
-    if batch_runs(source) != batch_runs(target):
-        raise ValueError(
-            f"the batch must be split in the same way before and after: {start} and {end}"
-        )
-    return Distributed(operator, *on_common_grids(source, target))
 
 
 def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:

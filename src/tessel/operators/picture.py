@@ -64,11 +64,10 @@ def draw_steps(
         ax.tick_params(length=0, labelsize=9, labelcolor=_INK)
         for spine in ax.spines.values():
             spine.set_visible(False)
-    titles = [
-        line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)
-        for line in lines
-    ]
-    labels = [f"{k + 1}  {title}\n{lines[k].layout}" for k, title in enumerate(titles)]
+    labels = []
+    for number, line in enumerate(lines, 1):
+        title = line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)
+        labels.append(f"{number}  {title}\n{line.layout}")
     layout.set_yticks(range(len(lines)), labels)
     layout.set_title("layout after the step", color=_INK, fontsize=10)
     for row, line in enumerate(lines):

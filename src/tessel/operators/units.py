@@ -1,6 +1,17 @@
-"""Numbers for people: bytes, seconds, operations."""
+"""Numbers for people: bytes, seconds, operations, and tables of them."""
 
 from __future__ import annotations
+
+from rich.table import Table
+
+
+def table_of_numbers(first: str, *others: str, header_style: str = "bold") -> Table:
+    """A table without lines, whose first column has names, and the others numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style=header_style)
+    table.add_column(first, no_wrap=True)
+    for title in others:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
 
 
 def num_bytes(count: float) -> str:

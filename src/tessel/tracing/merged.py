@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from tessel.core.halo import Halo
 from tessel.core.layout import Layout
@@ -24,6 +25,53 @@ _THREAD = 10  # rows of a thread, of which a few are used
 _SHORTEST = 100  # nanoseconds of computing that are shown
 
 
+class Noted(NamedTuple):
+    """An event as it travels: as a list, with numbers in the place of texts, which are many times
+    the same. See `Event` for what they mean; `source` and `target` are layouts."""
+
+    begin: int
+    end: int
+    row: int
+    is_backward: int
+    posts: int
+    others: list[int]
+    sent: dict[str, int]
+    received: dict[str, int]
+    layer: Any
+    kind: Any
+    source: Any
+    target: Any
+    text: Any
+    key: Any
+    way: Any
+    error: Any
+
+    @classmethod
+    def of(cls, event: Event, number: Callable[[str], int]) -> Noted:
+        """An event, with the numbers of its texts."""
+        operator, ends = event.operator, ("", "", "")
+        if operator is not None:
+            ends = kind_of(operator), str(operator.domain), str(operator.codomain)
+        key = " ".join(map(str, event.key))
+        sent, received = (
+            {str(peer): count for peer, count in each.items()}
+            for each in (event.sent, event.received)
+        )
+        times = event.begin, event.end, event.row, int(event.is_backward), int(event.posts)
+        texts = event.layer, *ends, event.text, key, event.way, event.error
+        return cls(*times, list(event.others), sent, received, *map(number, texts))
+
+    @classmethod
+    def read(cls, found: list[Any], texts: list[str], clock: Callable[[int], int]) -> Noted:
+        """The same with its texts, and by the clock of the first worker."""
+        begin, end, *numbers = found[:_NUMBERS]
+        rest = (texts[number] for number in found[_NUMBERS:])
+        return cls(clock(begin), clock(end), *numbers, *rest)
+
+
+_NUMBERS = Noted._fields.index("layer")  # texts come behind
+
+
 def part_of(recorder: Recorder, worker: int, host: str, begin: int, end: int) -> Part:
     """What this worker has noted between two times."""
     texts: dict[str, int] = {}
@@ -31,48 +79,26 @@ def part_of(recorder: Recorder, worker: int, host: str, begin: int, end: int) ->
     def number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
-    def row(event: Event) -> list[Any]:
-        ends = event.operator is not None
-        return [
-            event.begin,
-            event.end,
-            event.row,
-            number(event.layer),
-            int(event.is_backward),
-            number(kind_of(event.operator) if ends else ""),
-            number(str(event.operator.domain) if ends else ""),
-            number(str(event.operator.codomain) if ends else ""),
-            number(event.text),
-            number(" ".join(map(str, event.key))),
-            list(event.others),
-            {str(peer): n for peer, n in event.sent.items()},
-            {str(peer): n for peer, n in event.received.items()},
-            number(event.way),
-            int(event.posts),
-            number(event.error),
-        ]
-
-    stop = min(end, recorder.full_at or end)
-    threads = [
-        {
-            "name": notes.name,
-            "events": [row(e) for e in list(notes.events) if begin <= e.begin and e.end <= end],
-            "marks": [
-                [mark.time, number(mark.layer), int(mark.is_backward)]
-                for mark in list(notes.marks)
-                if begin <= mark.time <= end
-            ],
-        }
-        for notes in recorder.threads
-    ]
+    threads = []
+    for notes in recorder.threads:
+        events = [e for e in list(notes.events) if begin <= e.begin and e.end <= end]
+        marks = [mark for mark in list(notes.marks) if begin <= mark.time <= end]
+        if events or marks:
+            threads.append(
+                {
+                    "name": notes.name,
+                    "events": [Noted.of(event, number) for event in events],
+                    "marks": [[m.time, number(m.layer), int(m.is_backward)] for m in marks],
+                }
+            )
     return {
         "worker": worker,
         "host": host,
         "begin": begin,
-        "end": stop,
+        "end": min(end, recorder.full_at or end),
         "left_out": recorder.num_left_out,
         "bytes_left_out": recorder.bytes_left_out,
-        "threads": [each for each in threads if each["events"] or each["marks"]],
+        "threads": threads,
         "clock": [],
         "texts": list(texts),
     }
@@ -107,41 +133,52 @@ def has_copies(layout: Layout) -> bool:
 def merge(parts: list[Part], num_workers: int) -> dict[str, Any]:
     """The trace of all workers whose parts are there."""
     parts = sorted(parts, key=lambda part: int(part["worker"]))
-    clocks = {part["worker"]: _corrected(part["clock"]) for part in parts}
-    posted = _posted(parts, clocks)
-    zero = min(clocks[part["worker"]](part["begin"]) for part in parts)
-    events: list[dict[str, Any]] = []
+    clocks = {part["worker"]: corrected(part["clock"]) for part in parts}
+    # of each worker, thread by thread, what it noted; and when each came to each exchange
+    noted: dict[int, list[list[Noted]]] = {}
+    posted: dict[str, dict[int, int]] = {}
     for part in parts:
-        worker, clock = part["worker"], clocks[part["worker"]]
-        host = part["host"].partition(" ")[0]
-        events += _names(worker, host, [each["name"] for each in part["threads"]])
-        for place, thread in enumerate(part["threads"]):
-            for begin, end, row, name, args in _pieces(part, thread, place == 0, posted, clock):
-                tid = place * _THREAD + row
-                ts, dur = (begin - zero) / 1e3, (end - begin) / 1e3
-                shown = {"name": name, "cat": ROWS[row], "ph": "X", "ts": ts, "dur": dur}
-                events.append({**shown, "pid": worker, "tid": tid, "args": args})
-    events.sort(key=lambda event: (event["ph"] != "M", event["ts"]))
-    missing = sorted({*range(num_workers)} - {part["worker"] for part in parts})
+        worker, texts = part["worker"], part["texts"]
+        noted[worker] = [
+            [Noted.read(each, texts, clocks[worker]) for each in thread["events"]]
+            for thread in part["threads"]
+        ]
+        for event in chain.from_iterable(noted[worker]):
+            if event.key and event.posts:
+                posted.setdefault(event.key, {})[worker] = event.begin
+    zero = min(clocks[part["worker"]](part["begin"]) for part in parts)
+    shown: list[dict[str, Any]] = []
+    for part in parts:
+        worker = part["worker"]
+        shown += names(worker, part["host"], [each["name"] for each in part["threads"]])
+        for place, events in enumerate(noted[worker]):
+            found = pieces(part, place, events, posted, clocks[worker])
+            for begin, end, row, name, args in found:
+                when = {"ts": (begin - zero) / 1e3, "dur": (end - begin) / 1e3}
+                what = {"name": name, "cat": ROWS[row], "ph": "X", **when}
+                shown.append({**what, "pid": worker, "tid": place * _THREAD + row, "args": args})
+    shown.sort(key=lambda event: (event["ph"] != "M", event["ts"]))
+    by_worker = {str(part["worker"]): part for part in parts}
+    full = {worker: part for worker, part in by_worker.items() if part["left_out"]}
     about = {
         "version": __version__,
         "workers": num_workers,
-        "missing": missing,
-        "hosts": {str(part["worker"]): part["host"] for part in parts},
-        "left_out": {str(p["worker"]): p["left_out"] for p in parts if p["left_out"]},
-        "bytes_left_out": {str(p["worker"]): p["bytes_left_out"] for p in parts if p["left_out"]},
-        "clock_offsets_ns": {str(p["worker"]): p["clock"] for p in parts if p["clock"]},
+        "missing": sorted({*range(num_workers)} - {part["worker"] for part in parts}),
+        "hosts": {worker: part["host"] for worker, part in by_worker.items()},
+        "left_out": {worker: part["left_out"] for worker, part in full.items()},
+        "bytes_left_out": {worker: part["bytes_left_out"] for worker, part in full.items()},
+        "clock_offsets_ns": {w: part["clock"] for w, part in by_worker.items() if part["clock"]},
     }
-    return {"traceEvents": events, "displayTimeUnit": "ms", "tessel": about}
+    return {"traceEvents": shown, "displayTimeUnit": "ms", "tessel": about}
 
 
-def _names(worker: int, host: str, threads: list[str]) -> Iterator[dict[str, Any]]:
+def names(worker: int, host: str, threads: list[str]) -> Iterator[dict[str, Any]]:
     """What a viewer calls the worker and its rows."""
 
     def say(what: str, tid: int, **args: Any) -> dict[str, Any]:
         return {"name": what, "ph": "M", "ts": 0, "pid": worker, "tid": tid, "args": args}
 
-    yield say("process_name", 0, name=f"worker {worker} on {host}")
+    yield say("process_name", 0, name=f"worker {worker} on {host.partition(' ')[0]}")
     yield say("process_sort_index", 0, sort_index=worker)
     for place, thread in enumerate(threads or [""]):
         for row, name in enumerate(ROWS):
@@ -150,7 +187,7 @@ def _names(worker: int, host: str, threads: list[str]) -> Iterator[dict[str, Any
             yield say("thread_sort_index", tid, sort_index=tid)
 
 
-def _corrected(clock: list[list[int]]) -> Callable[[int], int]:
+def corrected(clock: list[list[int]]) -> Callable[[int], int]:
     """From the time of a worker to that of the first one: the offset grows evenly in between."""
     if not clock:
         return lambda time: time
@@ -159,82 +196,78 @@ def _corrected(clock: list[list[int]]) -> Callable[[int], int]:
     return lambda time: time + before + round(drift * (time - start))
 
 
-def _posted(parts: list[Part], clocks: dict[int, Any]) -> dict[str, dict[int, int]]:
-    """When each worker came to each exchange."""
-    found: dict[str, dict[int, int]] = {}
-    for part in parts:
-        clock, texts = clocks[part["worker"]], part["texts"]
-        for thread in part["threads"]:
-            for event in thread["events"]:
-                begin, key, posts = event[0], texts[event[9]], event[14]
-                if key and posts:
-                    found.setdefault(key, {})[part["worker"]] = clock(begin)
-    return found
-
-
 Piece = tuple[int, int, int, str, dict[str, Any]]  # begin, end, row, name, what is known of it
 
 
-def _pieces(
-    part: Part, thread: Part, is_first: bool, posted: Any, clock: Callable[[int], int]
+def pieces(
+    part: Part, place: int, events: list[Noted], posted: Any, clock: Callable[[int], int]
 ) -> Iterator[Piece]:
     """What a thread did, each moment in one row."""
-    texts = part["texts"]
     # A movement begins before its exchanges: they cut it into pieces of packing.
-    events = sorted(thread["events"], key=lambda event: (event[0], -event[1]))
-    movements = [event for event in events if event[2] == PACKING]
-    exchanges = [event for event in events if event[2] != PACKING]
+    events = sorted(events, key=lambda event: (event.begin, -event.end))
     taken: list[tuple[int, int]] = []  # when it does not compute
-    for event in exchanges:
-        begin, end = clock(event[0]), clock(event[1])
-        args = _arguments(event, texts)
-        others = {*map(int, event[12]), *event[10]} - {part["worker"]}
-        came = posted.get(texts[event[9]], {})
+    for event in events:
+        if event.row == PACKING:
+            continue
+        begin, end, args = event.begin, event.end, _arguments(event)
+        others = {*map(int, event.received), *event.others} - {part["worker"]}
+        came = posted.get(event.key, {})
         # Who is not in the trace has not come, where the wait was in vain.
-        lost = sorted(others - {*came}) if event[15] and texts[event[15]] else []
+        lost = sorted(others - {*came}) if event.error else []
         last = max((each for each in others if each in came), key=lambda w: came[w], default=None)
         until = end if lost else begin if last is None else min(max(came[last], begin), end)
         if until > begin:
-            for_whom = lost or [last]
-            names = ", ".join(map(str, for_whom))
+            for_whom: list[Any] = lost or [last]
             inner = {k: v for k, v in args.items() if k not in _OF_BYTES}
-            inner |= {"worker": for_whom[0], "in": ROWS[event[2]]}
-            yield begin, until, WAITING, f"waiting for worker {names}", inner
-        name = args["about"] or args["kind"] or ROWS[event[2]]
-        yield until, end, event[2], _titled(args, name), args
+            inner |= {"worker": for_whom[0], "in": ROWS[event.row]}
+            yield (
+                begin,
+                until,
+                WAITING,
+                f"waiting for worker {', '.join(map(str, for_whom))}",
+                inner,
+            )
+        name = args["about"] or args["kind"] or ROWS[event.row]
+        yield until, end, event.row, _titled(args, name), args
         taken.append((begin, end))
     outer: list[tuple[int, int]] = []
-    for event in movements:
-        begin, end = clock(event[0]), clock(event[1])
-        if outer and end <= outer[-1][1]:
-            continue  # part of another, which has the same name
-        args = _arguments(event, texts)
+    for event in events:
+        # one inside of another is part of it, and has the same name
+        if event.row != PACKING or (outer and event.end <= outer[-1][1]):
+            continue
+        begin, end, args = event.begin, event.end, _arguments(event)
         inside = taken[bisect_left(taken, (begin, begin)) : bisect_right(taken, (end, end))]
         for first, stop in _gaps(inside, begin, end):
             yield first, stop, PACKING, _titled(args, f"packing of {args['kind']}"), args
         outer.append((begin, end))
-    if not is_first and not events:
-        return
-    busy = _joined([*taken, *outer])
-    begin = clock(part["begin"]) if is_first else min(first for first, _ in busy)
-    end = clock(part["end"]) if is_first else max(stop for _, stop in busy)
-    marks = [(clock(time), texts[layer], back) for time, layer, back in thread["marks"]]
-    yield from _computing(_gaps(busy, begin, end), marks)
+    yield from computing(part, place, sorted([*taken, *outer]), clock)
 
 
-def _computing(gaps: Any, marks: list[tuple[int, str, int]]) -> Iterator[Piece]:
-    """What is left, cut where another layer begins."""
-    place, layer, back = 0, "", 0
-    for begin, end in gaps:
-        while begin < end:
-            while place < len(marks) and marks[place][0] <= begin:
-                _, layer, back = marks[place]
-                place += 1
-            stop = min(end, marks[place][0]) if place < len(marks) else end
-            if stop - begin >= _SHORTEST:
+def computing(
+    part: Part, place: int, busy: list[tuple[int, int]], clock: Callable[[int], int]
+) -> Iterator[Piece]:
+    """What is left of the time of a thread, cut where another layer begins."""
+    # The first thread computes all the time, others from their first event to their last.
+    begin, end = clock(part["begin"]), clock(part["end"])
+    if place > 0:
+        if not busy:
+            return
+        begin, end = busy[0][0], max(stop for _, stop in busy)
+    marks = [
+        (clock(time), part["texts"][layer], back)
+        for time, layer, back in part["threads"][place]["marks"]
+    ]
+    at, layer, back = 0, "", 0
+    for start, end_of_gap in _gaps(busy, begin, end):
+        while start < end_of_gap:
+            while at < len(marks) and marks[at][0] <= start:
+                _, layer, back = marks[at]
+                at += 1
+            stop = min(end_of_gap, marks[at][0]) if at < len(marks) else end_of_gap
+            if stop - start >= _SHORTEST:
                 args = {"layer": layer, "pass": "backward" if back else "forward"}
-                yield begin, stop, COMPUTING, _titled(args, "") or "outside of layers", args
-            begin = stop
+                yield start, stop, COMPUTING, _titled(args, "") or "outside of layers", args
+            start = stop
 
 
 def _titled(args: dict[str, Any], name: str) -> str:
@@ -243,38 +276,25 @@ def _titled(args: dict[str, Any], name: str) -> str:
     return (f"{layer}{back}: {name}" if name else f"{layer}{back}") if layer else name + back
 
 
-def _arguments(event: list[Any], texts: list[str]) -> dict[str, Any]:
+def _arguments(event: Noted) -> dict[str, Any]:
     """What is known of an event."""
     found: dict[str, Any] = {
-        "layer": texts[event[3]],
-        "pass": "backward" if event[4] else "forward",
-        "kind": texts[event[5]],
-        "from": texts[event[6]],
-        "to": texts[event[7]],
-        "about": texts[event[8]],
-        "bytes_sent": sum(event[11].values()),
-        "bytes_received": sum(event[12].values()),
-        "sent": event[11],
-        "received": event[12],
-        "by": texts[event[13]],
-        "exchange": texts[event[9]],
+        "layer": event.layer,
+        "pass": "backward" if event.is_backward else "forward",
+        "kind": event.kind,
+        "from": event.source,
+        "to": event.target,
+        "about": event.text,
+        "bytes_sent": sum(event.sent.values()),
+        "bytes_received": sum(event.received.values()),
+        "sent": event.sent,
+        "received": event.received,
+        "by": event.way,
+        "exchange": event.key,
     }
-    if event[2] == PACKING:
+    if event.row == PACKING:
         found = {k: v for k, v in found.items() if k not in (*_OF_BYTES, "exchange")}
-    if texts[event[15]]:
-        found["error"] = texts[event[15]]
-    return found
-
-
-def _joined(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same moments in intervals that do not meet, ascending."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
+    return {**found, "error": event.error} if event.error else found
 
 
 def _gaps(intervals: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:

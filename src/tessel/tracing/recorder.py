@@ -17,8 +17,8 @@ import time
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -145,6 +145,15 @@ class ThreadNotes:
         if self.recorder.has_room():
             self.marks.append(Mark(_now(), layer, is_backward))
 
+    def change_layer(self, layer: str) -> None:
+        """Another layer computes from here on."""
+        self.mark(layer, torch._C._current_autograd_node() is not None and not self.modules)
+        if torch.is_grad_enabled():
+            if len(self.numbers) >= _MOST_NAMES:
+                del self.numbers[: _MOST_NAMES // 2], self.layers[: _MOST_NAMES // 2]
+            self.numbers.append(torch.autograd._get_sequence_nr())
+            self.layers.append(layer)
+
     def note(self, event: Event) -> None:
         event.end = _now()
         if self.recorder.has_room():
@@ -242,6 +251,62 @@ class Recorder:
             self._plans.append(plan)
         return found
 
+    # -- layers: what torch's hooks call ----------------------------------------------------------
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """The forward of a module begins."""
+        if is_compiling():
+            return
+        notes = self.thread()
+        layer = self.name_of(module, notes.modules)
+        shown = self.begin_range(f"tessel computing {layer}")
+        notes.modules.append(Running(module, layer, shown))
+        notes.change_layer(layer)
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        """The forward of a module has ended."""
+        if is_compiling():
+            return
+        notes = self.thread()
+        if not any(each.module is module for each in notes.modules):
+            return  # it was entered before the trace began
+        while True:  # what an exception has left is left as well
+            left = notes.modules.pop()
+            self.end_range(left.range)
+            if left.module is module:
+                break
+        notes.change_layer(notes.modules[-1].layer if notes.modules else "")
+        # When the gradient of the result is there, the derivative of the layer begins.
+        part = getattr(result, "_part", result)
+        if isinstance(part, torch.Tensor) and part.grad_fn is not None and not in_transform():
+            part.grad_fn.register_prehook(partial(self.derive, left.layer))
+
+    def derive(self, layer: str, grads: Any) -> None:
+        """The gradient of what a layer gave is there."""
+        notes, task = self.thread(), torch._C._current_graph_task_id()
+        notes.mark(layer, True)
+        if task != notes.backward:
+            notes.backward = task
+            ending = partial(notes.mark, "")
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    def step(self, begins: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The step of an optimizer begins, or has ended."""
+        self.thread().mark(f"{type(optimizer).__name__}.step" if begins else "")
+
+    def begin_range(self, name: str) -> Any:
+        """Show torch's profiler, and Nsight, what runs; `end_range` takes the result."""
+        shown = _Range(name)
+        shown.__enter__()
+        if self.has_nvtx:
+            torch.cuda.nvtx.range_push(name)
+        return shown
+
+    def end_range(self, shown: Any) -> None:
+        if self.has_nvtx:
+            torch.cuda.nvtx.range_pop()
+        shown.__exit__(None, None, None)
+
 
 _hooks: list[Any] = []
 _filters: list[Any] = []  # of warnings
@@ -251,19 +316,16 @@ _replaced: list[tuple[Any, str, Any, Any]] = []  # of which class what, by what
 def switch_on(limit: int) -> Recorder:
     """Record from here on."""
     recorder = Recorder(limit)
-    for kind, name, wrap in _WRAPPED:
+    for kind, name, around in _WRAPPED:
         own = kind.__dict__[name]  # which TESSEL_CHECK may have replaced before
-        wrapped = wrap(recorder, own)
+        wrapped = _wrapped(recorder, own, around)
         setattr(kind, name, wrapped)
         _replaced.append((kind, name, own, wrapped))
     modules = nn.modules.module
-    enter, leave = partial(_enter, recorder), partial(_leave, recorder)
-    _hooks.append(modules.register_module_forward_pre_hook(enter))
-    _hooks.append(modules.register_module_forward_hook(leave, always_call=True))
-    begin = partial(_step, recorder, True)
-    _hooks.append(register_optimizer_step_pre_hook(begin))
-    end = partial(_step, recorder, False)
-    _hooks.append(register_optimizer_step_post_hook(end))
+    _hooks.append(modules.register_module_forward_pre_hook(recorder.enter))
+    _hooks.append(modules.register_module_forward_hook(recorder.leave, always_call=True))
+    _hooks.append(register_optimizer_step_pre_hook(partial(recorder.step, True)))
+    _hooks.append(register_optimizer_step_post_hook(partial(recorder.step, False)))
     # compiled modules would say at each call that hooks of all modules see them twice
     warnings.filterwarnings(
         "ignore", message=r"Using `torch\.compile\(module\)` when there are global"
@@ -286,140 +348,104 @@ def switch_off(recorder: Recorder) -> None:
             warnings.filters.remove(_filters.pop())  # type: ignore[attr-defined]
 
 
-# -- layers ---------------------------------------------------------------------------------------
-
-
-def _enter(recorder: Recorder, module: nn.Module, args: Any) -> None:
-    if is_compiling():
-        return
-    notes = recorder.thread()
-    layer = recorder.name_of(module, notes.modules)
-    shown = _begin_range(recorder, f"tessel computing {layer}")
-    notes.modules.append(Running(module, layer, shown))
-    _change_layer(notes, layer)
-
-
-def _leave(recorder: Recorder, module: nn.Module, args: Any, result: Any) -> None:
-    if is_compiling():
-        return
-    notes = recorder.thread()
-    if not any(each.module is module for each in notes.modules):
-        return  # it was entered before the trace began
-    while True:  # what an exception has left is left as well
-        left = notes.modules.pop()
-        _end_range(recorder, left.range)
-        if left.module is module:
-            break
-    outer = notes.modules[-1].layer if notes.modules else ""
-    _change_layer(notes, outer)
-    # When the gradient of the result is there, the derivative of the layer begins.
-    part = getattr(result, "_part", result)
-    if isinstance(part, torch.Tensor) and part.grad_fn is not None and not in_transform():
-        part.grad_fn.register_prehook(partial(_derive, recorder, left.layer))
-
-
-def _derive(recorder: Recorder, layer: str, grads: Any) -> None:
-    """The gradient of what a layer gave is there."""
-    notes, task = recorder.thread(), torch._C._current_graph_task_id()
-    notes.mark(layer, True)
-    if task != notes.backward:
-        notes.backward = task
-        ending = partial(notes.mark, "")
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
-
-
-def _step(recorder: Recorder, begins: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
-    recorder.thread().mark(f"{type(optimizer).__name__}.step" if begins else "")
-
-
-def _change_layer(notes: ThreadNotes, layer: str) -> None:
-    notes.mark(layer, torch._C._current_autograd_node() is not None and not notes.modules)
-    if torch.is_grad_enabled():
-        if len(notes.numbers) >= _MOST_NAMES:
-            del notes.numbers[: _MOST_NAMES // 2], notes.layers[: _MOST_NAMES // 2]
-        notes.numbers.append(torch.autograd._get_sequence_nr())
-        notes.layers.append(layer)
-
-
-def _begin_range(recorder: Recorder, name: str) -> Any:
-    """Show torch's profiler, and Nsight, what runs; `_end_range` takes the result."""
-    shown = _Range(name)
-    shown.__enter__()
-    if recorder.has_nvtx:
-        torch.cuda.nvtx.range_push(name)
-    return shown
-
-
-def _end_range(recorder: Recorder, shown: Any) -> None:
-    if recorder.has_nvtx:
-        torch.cuda.nvtx.range_pop()
-    shown.__exit__(None, None, None)
-
-
 # -- movements ------------------------------------------------------------------------------------
+#
+# What is noted around a function that is replaced is a context manager, which gets the recorder and
+# the arguments of the function. If the function only starts something, and gives what waits for it,
+# then the context manager gives another one, for the wait.
 
 Function = Callable[..., Any]
+Later = Callable[[], AbstractContextManager[Any]]
 
 
-def _noted(recorder: Recorder, notes: ThreadNotes, event: Event, act: Callable[[], Any]) -> Any:
-    """Do something that an event is about."""
-    shown = _begin_range(recorder, event.title)
+def _wrapped(recorder: Recorder, own: Function, around: Function) -> Function:
+    """A function whose calls, and what waits for their results, are noted."""
+    if around is _follow:
+        return _follow(recorder, own)
+
+    def call(*args: Any, **named: Any) -> Any:
+        if around is movement and is_compiling():
+            return own(*args, **named)  # which becomes a node of a graph
+        with around(recorder, *args, **named) as later:
+            result = own(*args, **named)
+        if later is None or not callable(result) or isinstance(result, torch.Tensor):
+            return result
+
+        def wait() -> Any:
+            with later():
+                return result()
+
+        return wait
+
+    return call
+
+
+@contextmanager
+def noted(notes: ThreadNotes, event: Event) -> Iterator[None]:
+    """An event, which ends with the block; the exchanges of an exchange are part of it."""
+    shown, was_inside = notes.recorder.begin_range(event.title), notes.is_inside
+    notes.is_inside = was_inside or event.row != PACKING
     try:
-        return act()
+        yield
     except BaseException as error:
         event.error = type(error).__name__
         raise
     finally:
-        _end_range(recorder, shown)
+        notes.is_inside = was_inside
+        notes.recorder.end_range(shown)
         notes.note(event)
 
 
-def _movement(recorder: Recorder, own: Function) -> Function:
-    """A method of an operator that moves; if its result is a function, that belongs to it."""
-
-    def move(operator: Any, *args: Any) -> Any:
-        if is_compiling():
-            return own(operator, *args)
-        result = _in_operator(recorder, operator, lambda: own(operator, *args))
-        if not callable(result) or isinstance(result, torch.Tensor):
-            return result
-        return lambda: _in_operator(recorder, operator, result)
-
-    return move
+@contextmanager
+def about(recorder: Recorder, text: str) -> Iterator[None]:
+    """What exchanges inside of the block are about."""
+    notes = recorder.thread()
+    notes.texts.append(text)
+    try:
+        yield
+    finally:
+        notes.texts.pop()
 
 
-def _in_operator(recorder: Recorder, operator: Any, act: Callable[[], Any]) -> Any:
+@contextmanager
+def known_bytes(recorder: Recorder, sent: _Bytes, received: _Bytes) -> Iterator[None]:
+    """How much the exchange inside of the block sends to whom, and receives."""
+    notes = recorder.thread()
+    notes.bytes = sent, received
+    try:
+        yield
+    finally:
+        notes.bytes = None
+
+
+@contextmanager
+def movement(recorder: Recorder, operator: Any, *args: Any) -> Iterator[Later]:
+    """A method of an operator that moves, or starts to, or waits for what was started."""
     notes = recorder.thread()
     event = Event(PACKING, notes, operator)
     notes.operators.append(operator)
     try:
-        return _noted(recorder, notes, event, act)
+        with noted(notes, event):
+            yield lambda: movement(recorder, operator)
     finally:
         notes.operators.pop()
 
 
-def _stage(recorder: Recorder, own: Function) -> Function:
+def stage(recorder: Recorder, stage: Stage, x: Any, y: Any, is_there: bool) -> Any:
     """What may go through the engine: it is known here how much goes to whom."""
-
-    def follow(stage: Stage, x: Any, y: Any, is_there: bool) -> bool:
-        notes = recorder.thread()
-        notes.bytes = recorder.bytes_of(stage, x.element_size(), is_there)
-        try:
-            return own(stage, x, y, is_there)
-        finally:
-            notes.bytes = None
-
-    return follow
+    return known_bytes(recorder, *recorder.bytes_of(stage, x.element_size(), is_there))
 
 
 def _follow(recorder: Recorder, own: Function) -> Function:
+    """What the engine does, if it does: its result says so."""
+
     def follow(group: Group, program: Any, y: Any, x: Any) -> int:
         notes = recorder.thread()
         if notes.is_inside:
             return own(group, program, y, x)
         key = group._key()
         event = _exchange_event(notes)
-        shown = _begin_range(recorder, event.title)
+        shown = recorder.begin_range(event.title)
         try:
             landed = own(group, program, y, x)
         except BaseException as error:
@@ -427,7 +453,7 @@ def _follow(recorder: Recorder, own: Function) -> Function:
             notes.note(event)
             raise
         finally:
-            _end_range(recorder, shown)
+            recorder.end_range(shown)
         if landed != NOTHING:  # else it goes another way
             event.key, event.way = recorder.number(key), _ENGINE
             event.sent, event.received = notes.bytes or ({}, {})
@@ -439,23 +465,20 @@ def _follow(recorder: Recorder, own: Function) -> Function:
     return follow
 
 
-def _finish(recorder: Recorder, own: Function) -> Function:
+@contextmanager
+def finish(recorder: Recorder, group: Group, *args: Any) -> Iterator[None]:
     """The rest of what the engine has begun."""
-
-    def finish(group: Group, *args: Any) -> None:
-        notes = recorder.thread()
-        begun = None if notes.is_inside else notes.last
-        try:
-            own(group, *args)
-        except BaseException as error:
-            if begun is not None:
-                begun.error = type(error).__name__
-            raise
-        finally:
-            if begun is not None:
-                begun.end = _now()
-
-    return finish
+    notes = recorder.thread()
+    begun = None if notes.is_inside else notes.last
+    try:
+        yield
+    except BaseException as error:
+        if begun is not None:
+            begun.error = type(error).__name__
+        raise
+    finally:
+        if begun is not None:
+            begun.end = _now()
 
 
 def _exchange_event(notes: ThreadNotes) -> Event:
@@ -463,105 +486,71 @@ def _exchange_event(notes: ThreadNotes) -> Event:
     return Event(MOVING, notes, operator, notes.texts[-1] if notes.texts else "")
 
 
-def _fill(event: Event, sends: Iterable[SendBuffer], receives: Iterable[ReceiveBuffer]) -> None:
-    worker = this_worker()
-    event.sent = {each.worker: each.tensor.nbytes for each in sends if each.worker != worker}
-    event.received = {each.worker: each.place.nbytes for each in receives if each.worker != worker}
-    event.others = _readers(event.sent)
-
-
 def _readers(sent: _Bytes) -> tuple[int, ...]:
     """The workers that read what they get where it lies: its owner waits until they have."""
     return tuple(worker for worker, num_bytes in sent.items() if num_bytes > LARGE_FOR_ENGINE)
 
 
-def _inside(recorder: Recorder, notes: ThreadNotes, event: Event, act: Callable[[], Any]) -> Any:
-    """The same as `_noted` with an exchange, whose own exchanges are part of it."""
-    notes.is_inside = True
-    try:
-        return _noted(recorder, notes, event, act)
-    finally:
-        notes.is_inside = False
+@contextmanager
+def exchange(
+    recorder: Recorder,
+    group: Group,
+    sends: Iterable[SendBuffer],
+    receives: Iterable[ReceiveBuffer],
+    device: torch.device,
+    dense: bool = False,
+    *prepared: Any,
+    at_once: bool = False,
+) -> Iterator[Later | None]:
+    """Messages that are started, or waited for at once; then also those that a GPU gets."""
+    notes = recorder.thread()
+    if notes.is_inside:
+        yield None
+        return
+    event = _exchange_event(notes)
+    event.key, event.way = recorder.number(group._key()), _way(group, device, dense)
+    own = this_worker()
+    event.sent = {each.worker: each.tensor.nbytes for each in sends if each.worker != own}
+    come = {each.worker: each.place.nbytes for each in receives if each.worker != own}
+    readers = _readers(event.sent)
+    if at_once:
+        event.received, event.others = come, readers
+    with noted(notes, event):
+        yield None if at_once else lambda: arrival(recorder, event, come, readers)
 
 
-def _exchange(recorder: Recorder, own: Function) -> Function:
-    """Messages that are started; the result waits for them."""
-
-    def exchange(
-        group: Group, sends: Any, receives: Any, device: Any, dense: bool = False, *prepared: Any
-    ) -> Callable[[], None]:
-        notes = recorder.thread()
-        act = partial(own, group, sends, receives, device, dense, *prepared)
-        if notes.is_inside:
-            return act()
-        event = _exchange_event(notes)
-        event.key = recorder.number(group._key())
-        event.way = _way(group, device, dense)
-        _fill(event, sends, receives)
-        come, event.received = event.received, {}
-        readers, event.others = event.others, ()
-        wait = _inside(recorder, notes, event, act)
-
-        def arrive() -> None:
-            here = recorder.thread()
-            if here.is_inside:
-                return wait()
-            arrival = _exchange_event(here)
-            arrival.key, arrival.way, arrival.posts = event.key, event.way, False
-            arrival.layer, arrival.is_backward = event.layer, event.is_backward
-            arrival.received, arrival.others = come, readers
-            return _inside(recorder, here, arrival, wait)
-
-        return arrive
-
-    return exchange
+@contextmanager
+def arrival(
+    recorder: Recorder, begun: Event, received: _Bytes, others: tuple[int, ...]
+) -> Iterator[None]:
+    """The wait for an exchange, and for others that read what was sent."""
+    notes = recorder.thread()
+    if notes.is_inside:
+        yield
+        return
+    event = _exchange_event(notes)
+    event.key, event.way, event.posts = begun.key, begun.way, False
+    event.layer, event.is_backward = begun.layer, begun.is_backward
+    event.received, event.others = received, others
+    with noted(notes, event):
+        yield
 
 
-def _exchange_at_once(recorder: Recorder, own: Function) -> Function:
-    """Messages that are waited for at once; also those that a GPU gets, wherever they come to."""
-
-    def exchange(
-        group: Group, sends: Any, receives: Any, device: Any, *dense: Any, **named: Any
-    ) -> Any:
-        act = partial(own, group, sends, receives, device, *dense, **named)
-        notes = recorder.thread()
-        if notes.is_inside:
-            return act()
-        event = _exchange_event(notes)
-        event.key = recorder.number(group._key())
-        event.way = _way(group, device, any((*dense, *named.values())))
-        _fill(event, sends, receives)
-        return _inside(recorder, notes, event, act)
-
-    return exchange
-
-
-def _on_devices(recorder: Recorder, own: Function) -> Function:
-    """A collective that the library of the GPUs makes, in a ring; the result waits for it."""
-
-    def start(
-        group: Group, name: str, size: int, begin: Callable[[], Callable[[], None]]
-    ) -> Callable[[], None]:
-        notes = recorder.thread()
-        event = _exchange_event(notes)
-        event.key = recorder.number(group._key())
-        event.way = f"{name} of {torch.distributed.get_backend(group.handle)}"
-        place = group.workers.index(this_worker())
-        event.sent = {group.workers[(place + 1) % group.size]: size}
-        event.received = {group.workers[place - 1]: size}
-        event.others = group.workers
-        wait = _inside(recorder, notes, event, lambda: own(group, name, size, begin))
-
-        def arrive() -> None:
-            here = recorder.thread()
-            arrival = _exchange_event(here)
-            arrival.key, arrival.way, arrival.posts = event.key, event.way, False
-            arrival.others = group.workers
-            return _inside(recorder, here, arrival, wait)
-
-        return arrive
-
-    return start
+@contextmanager
+def on_devices(
+    recorder: Recorder, group: Group, name: str, size: int, begin: Any
+) -> Iterator[Later]:
+    """A collective that the library of the GPUs makes, in a ring."""
+    notes = recorder.thread()
+    event = _exchange_event(notes)
+    event.key = recorder.number(group._key())
+    event.way = f"{name} of {torch.distributed.get_backend(group.handle)}"
+    place = group.workers.index(this_worker())
+    event.sent = {group.workers[(place + 1) % group.size]: size}
+    event.received = {group.workers[place - 1]: size}
+    event.others = group.workers
+    with noted(notes, event):
+        yield lambda: arrival(recorder, event, {}, group.workers)
 
 
 def _way(group: Group, device: torch.device, dense: bool) -> str:
@@ -576,108 +565,65 @@ def _way(group: Group, device: torch.device, dense: bool) -> str:
     return f"messages of {far}" + (f", and {_HOST_MEMORY}" if ways.near else "")
 
 
-def _sum(recorder: Recorder, own: Function) -> Function:
+@contextmanager
+def small_sum(recorder: Recorder, group: Group, value: Any) -> Iterator[None]:
     """The sum of a few numbers, which goes to everybody."""
-
-    def add(group: Group, value: Any) -> Any:
-        notes = recorder.thread()
-        others = {worker: value.nbytes for worker in group.workers if worker != this_worker()}
-        notes.bytes = others, others
-        try:
-            return _with_text(recorder, "sum of a small tensor", lambda: own(group, value))
-        finally:
-            notes.bytes = None
-
-    return add
+    others = {worker: value.nbytes for worker in group.workers if worker != this_worker()}
+    with known_bytes(recorder, others, others), about(recorder, "sum of a small tensor"):
+        yield
 
 
-def _agreement(recorder: Recorder, own: Function) -> Function:
-    """Words that all workers of a group exchange before they move something."""
-
-    def share(group: Group, said: Any) -> Any:
-        notes = recorder.thread()
-        if notes.is_inside or group.size == 1:
-            return own(group, said)
-        event = Event(AGREEING, notes, None, notes.texts[-1] if notes.texts else "")
-        event.key = recorder.number((group._code, ~(group.num_exchanges << 1 | 1)))
-        event.others = group.workers
-        notes.last = event
-        return _inside(recorder, notes, event, lambda: own(group, said))
-
-    return share
-
-
-def _by_wire(recorder: Recorder, own: Function) -> Function:
-    """What else workers do together: objects that they share, groups that they make."""
-
-    def attempt(group: Group, communicate: Any, key: Any = None) -> Any:
-        notes = recorder.thread()
-        if notes.is_inside:
-            return own(group, communicate, key)
-        event = Event(AGREEING, notes, None, notes.texts[-1] if notes.texts else "set-up")
-        event.key = recorder.number((group._code, 0))
-        event.others = group.workers
-        return _inside(recorder, notes, event, lambda: own(group, communicate, key))
-
-    return attempt
-
-
-def _labelled(recorder: Recorder, own: Function) -> Function:
-    """An agreement that knows what it is about."""
-
-    def agree_on(agreement: Agreement[Any], x: Any) -> Any:
-        return _with_text(recorder, agreement.label, lambda: own(agreement, x))
-
-    return agree_on
-
-
-def _compared(recorder: Recorder, own: Function) -> Function:
-    """The comparison after an agreement, which says what it was about."""
-
-    def check(group: Group, everyones: bytes, call: Any) -> None:
-        last = recorder.thread().last
-        if last is not None and last.row == AGREEING and isinstance(call, str):
-            last.text = call
-        own(group, everyones, call)
-
-    return check
-
-
-def _gradients(recorder: Recorder, own: Function) -> Function:
-    """A bucket of gradients."""
-
-    def start(bucket: GradientBucket, grads: Any) -> Any:
-        text = f"gradients of {len(bucket.shapes)} parameters"
-        arrive = _with_text(recorder, text, lambda: own(bucket, grads))
-        return lambda: _with_text(recorder, text, arrive)
-
-    return start
-
-
-def _with_text(recorder: Recorder, text: str, act: Callable[[], Any]) -> Any:
+@contextmanager
+def agreement(
+    recorder: Recorder, group: Group, *args: Any, by_wire: bool = False
+) -> Iterator[None]:
+    """Words that all workers of a group exchange before they move something; or, by wire, what else
+    they do together: objects that they share, groups that they make."""
     notes = recorder.thread()
-    notes.texts.append(text)
-    try:
-        return act()
-    finally:
-        notes.texts.pop()
+    if notes.is_inside or (group.size == 1 and not by_wire):
+        yield
+        return
+    text = "set-up" if by_wire else ""
+    event = Event(AGREEING, notes, None, notes.texts[-1] if notes.texts else text)
+    number = 0 if by_wire else ~(group.num_exchanges << 1 | 1)
+    event.key, event.others = recorder.number((group._code, number)), group.workers
+    notes.last = notes.last if by_wire else event
+    with noted(notes, event):
+        yield
 
 
-_WRAPPED: tuple[tuple[Any, str, Callable[[Recorder, Function], Function]], ...] = (
-    *((Move, name, _movement) for name in ("_apply", "start", "start_adding")),
-    *((Move, name, _movement) for name in ("start_apart", "complete")),
-    *((Halo, name, _movement) for name in ("start", "start_adjoint", "finish", "add_arrived")),
-    (Stage, "_follow", _stage),
+@contextmanager
+def comparison(recorder: Recorder, group: Group, everyones: bytes, call: Any) -> Iterator[None]:
+    """What follows an agreement, and says what it was about."""
+    last = recorder.thread().last
+    if last is not None and last.row == AGREEING and isinstance(call, str):
+        last.text = call
+    yield
+
+
+@contextmanager
+def gradients(recorder: Recorder, bucket: GradientBucket, grads: Any) -> Iterator[Later]:
+    """A bucket of gradients."""
+    text = f"gradients of {len(bucket.shapes)} parameters"
+    with about(recorder, text):
+        yield lambda: about(recorder, text)
+
+
+_WRAPPED: tuple[tuple[Any, str, Function], ...] = (
+    *((Move, name, movement) for name in ("_apply", "start", "start_adding")),
+    *((Move, name, movement) for name in ("start_apart", "complete")),
+    *((Halo, name, movement) for name in ("start", "start_adjoint", "finish", "add_arrived")),
+    (Stage, "_follow", stage),
     (Group, "follow", _follow),
-    (Group, "finish", _finish),
-    (Group, "exchange", _exchange),
-    (Group, "exchange_at_once", _exchange_at_once),
-    (Group, "bring", _exchange_at_once),
-    (Group, "_on_devices", _on_devices),
-    (Group, "sum", _sum),
-    (Group, "share", _agreement),
-    (Group, "attempt_by_wire", _by_wire),
-    (Group, "check_same_call", _compared),
-    (Agreement, "agree_on", _labelled),
-    (GradientBucket, "start", _gradients),
+    (Group, "finish", finish),
+    (Group, "exchange", exchange),
+    (Group, "exchange_at_once", partial(exchange, at_once=True)),
+    (Group, "bring", partial(exchange, at_once=True)),
+    (Group, "_on_devices", on_devices),
+    (Group, "sum", small_sum),
+    (Group, "share", agreement),
+    (Group, "attempt_by_wire", partial(agreement, by_wire=True)),
+    (Group, "check_same_call", comparison),
+    (Agreement, "agree_on", lambda recorder, agreement, x: about(recorder, agreement.label)),
+    (GradientBucket, "start", gradients),
 )

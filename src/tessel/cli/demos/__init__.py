@@ -2,7 +2,7 @@
 
 Models, data and problems are those of `examples/`; this package runs them on all workers and in one
 process, and compares. A demo is a module with `STEPS` (what the progress bar counts) and
-`run(size, note)`, which runs on every worker and returns a `Report` on the first. It may import
+`run(size, note)`, which runs on every worker and returns reports on the first. It may import
 everything but the commands in `cli`.
 """
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from tessel import viz
-from tessel.cli.demos.report import Note, Report, as_text, largest, workers_table, worst_of
+from tessel.cli.demos.report import (
+    Columns,
+    Note,
+    Report,
+    as_share,
+    largest,
+    of_processes,
+    worst_of,
+)
 from tessel.core.partition import world
-from tessel.encoding import encodable
 from tessel.examples import classes
 from tessel.nn import ParallelLinear
+from tessel.operators.units import num_bytes
 from tessel.testing import count_memory, count_traffic
 
 TITLE = "a step of a classifier"
@@ -22,83 +28,10 @@ LIMIT = 1e-12  # of the loss, and of gradients relative to the largest
 STEPS = (TITLE,)
 FEATURES, SAMPLES = 64, 64
 
-
-@encodable
-@dataclass(frozen=True)
-class Holding:
-    """What a process has: its classes, the bytes of its head and of what a step makes, at most."""
-
-    classes: int
-    head: int
-    peak: int
+Holding = tuple[int, int, int]  # classes, bytes of the head, and those that a step makes, at most
 
 
-@dataclass(frozen=True)
-class TrainingStep:
-    """A step on one process: the loss, what it holds, what it sent, and how long it took."""
-
-    loss: Tensor
-    holding: Holding
-    sent: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Classified(Report):
-    """What came of the step.
-
-    Args:
-        loss_error: the largest difference of the loss from that of one process, relative to it.
-        gradient_error: the same for the gradients of all parameters, relative to the largest of
-            each.
-        alone: what one process holds.
-        holdings: what each worker holds.
-        sent: the bytes that each worker sent, forward and backward.
-        seconds: how long one process took, and the workers.
-    """
-
-    loss_error: float
-    gradient_error: float
-    alone: Holding
-    holdings: tuple[Holding, ...]
-    sent: tuple[int, ...]
-    seconds: tuple[float, float]
-
-    @property
-    def worst(self) -> float:
-        return worst_of([self.loss_error, self.gradient_error])
-
-    @property
-    def wrong(self) -> list[str]:
-        """The title, if something differs by too much or the shards are not the whole head."""
-        whole = sum(each.head for each in self.holdings)
-        return [] if self.worst <= LIMIT and whole == self.alone.head else [TITLE]
-
-    def tables(self) -> list[tuple[Table, str]]:
-        """One process and every worker, a line each."""
-        title = f"{TITLE} with {self.alone.classes} classes, of {SAMPLES} samples"
-        cells = [
-            (
-                str(each.classes),
-                viz.num_bytes(each.head),
-                f"{each.head / self.alone.head:.1%}",
-                viz.num_bytes(each.peak),
-            )
-            for each in (self.alone, *self.holdings)
-        ]
-        before, after = self.seconds
-        times = f"{1e3 * before:.0f} ms", f"{1e3 * after:.0f} ms"
-        columns = ("classes", "head", "share", "in a step")
-        table = workers_table(title, columns, cells, self.sent, times)
-        legend = (
-            "in a step: peak memory of logits, gradients and all other tensors that it creates\n"
-            f"largest difference from one process: loss {as_text(self.loss_error)}, gradients of "
-            f"all parameters {as_text(self.gradient_error)}"
-        )
-        return [(table, legend)]
-
-
-def run(size: int, note: Note) -> Classified | None:
+def run(size: int, note: Note) -> list[Report]:
     """Run on every worker; the report on the first."""
     P = world()
     settings = classes.Settings(
@@ -111,10 +44,10 @@ def run(size: int, note: Note) -> Classified | None:
     alone = classes.make_model(x.shape[1], replace(settings, is_split=False))
     split = classes.make_model(x.shape[1], settings)
     # the first worker goes first while the others wait, so that it has the time of one process
-    expected = _step(alone, x, target) if P.rank == 0 else None
+    expected = step(alone, x, target) if P.rank == 0 else None
     P.group.share_objects(None)
-    expected = expected or _step(alone, x, target)
-    found = _step(split, x, target)
+    loss, whole, _, before = expected or step(alone, x, target)
+    found, holding, bytes_sent, after = step(split, x, target)
     assert isinstance(split.head, ParallelLinear)
     layouts = {f"head.{name}": layout for name, layout in split.head.layouts.items()}
     errors = [0.0]  # of this worker's gradients, relative to the largest of each
@@ -122,29 +55,37 @@ def run(size: int, note: Note) -> Classified | None:
         assert p.grad is not None and q.grad is not None
         part = layouts[name].local_part(q.grad) if name in layouts else q.grad
         errors.append(largest(p.grad - part) / largest(q.grad))
-    mine = (
-        largest(found.loss - expected.loss) / largest(expected.loss),
-        worst_of(errors),
-        found.holding,
-        found.sent,
-    )
-    loss_errors, gradient_errors, holdings, sent = zip(*P.group.share_objects(mine), strict=True)
+    mine = largest(found - loss) / largest(loss), worst_of(errors), holding, bytes_sent
+    of_loss, of_gradients, holdings, sent = zip(*P.group.share_objects(mine), strict=True)
     note(TITLE)
     if P.rank != 0:
-        return None
-    return Classified(
-        worst_of(loss_errors),
-        worst_of(gradient_errors),
-        expected.holding,
-        holdings,
-        sent,
-        (expected.seconds, found.seconds),
-    )
+        return []
+    columns: Columns = {
+        "classes": str,
+        "head": num_bytes,
+        "in a step": num_bytes,
+        "share": as_share,
+    }
+    rows = [(*each, each[1] / whole[1]) for each in (whole, *holdings)]
+    return [
+        Report(
+            TITLE,
+            f"with {settings.classes} classes, of {SAMPLES} samples",
+            {"loss": worst_of(of_loss), "gradients of all parameters": worst_of(of_gradients)},
+            LIMIT,
+            *of_processes(columns, rows[0], rows[1:], sent, (before, after)),
+            legend="in a step: peak memory of logits, gradients and all other tensors that it "
+            "creates; share: of the head\n",
+            is_wrong=sum(head for _, head, _ in holdings) != whole[1],  # shards are the whole head
+        )
+    ]
 
 
-def _step(model: classes.Classifier, x: Tensor, target: Tensor) -> TrainingStep:
-    """Forward and backward, twice, since the first time layouts are agreed on and kept."""
-    for _ in range(2):
+def step(
+    model: classes.Classifier, x: Tensor, target: Tensor
+) -> tuple[Tensor, Holding, int, float]:
+    """The loss, what the process holds, the bytes that it sent, and how long it took."""
+    for _ in range(2):  # the first time layouts are agreed on and kept
         model.zero_grad()
         begin = time.perf_counter()
         with count_traffic() as traffic:
@@ -156,5 +97,5 @@ def _step(model: classes.Classifier, x: Tensor, target: Tensor) -> TrainingStep:
     with count_memory() as memory:
         model(x, target)[1].backward()
     weight, bias = model.head.parameters()
-    holding = Holding(len(weight), weight.nbytes + bias.nbytes, memory.peak)
-    return TrainingStep(loss.detach(), holding, traffic.bytes_sent, seconds)
+    holding = len(weight), weight.nbytes + bias.nbytes, memory.peak
+    return loss.detach(), holding, traffic.bytes_sent, seconds

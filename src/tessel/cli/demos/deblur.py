@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
-from tessel import viz
 from tessel.cli.demos.movements import grid
 from tessel.cli.demos.report import (
+    Columns,
     Note,
     Report,
-    as_text,
+    as_share,
     largest,
+    of_processes,
     sizes_of_parts,
-    workers_table,
 )
-from tessel.core.layout import Layout
 from tessel.core.partition import world
 from tessel.examples import deblur
 from tessel.imaging import DistributedContext
+from tessel.operators.units import num_bytes
 from tessel.testing import count_memory, count_traffic
 
 TITLE = "a reconstruction"
@@ -31,67 +30,7 @@ ITERATIONS = 15
 STEPS = (TITLE,) * ITERATIONS
 
 
-@dataclass(frozen=True)
-class Reconstructed(Report):
-    """What came of it.
-
-    Args:
-        error: the largest difference of the picture from that of one process.
-        result: the pictures, and the PSNR of the first measurement and after each iteration.
-        alone: the peak of the tensors' bytes in one process.
-        peaks: the same on each worker.
-        sent: the bytes that each worker sent in an iteration.
-        seconds: how long one process took for all iterations, and the workers.
-        layout: where the picture lay.
-    """
-
-    error: float
-    result: deblur.Result
-    alone: int
-    peaks: tuple[int, ...]
-    sent: tuple[int, ...]
-    seconds: tuple[float, float]
-    layout: Layout
-
-    @property
-    def worst(self) -> float:
-        return self.error
-
-    @property
-    def wrong(self) -> list[str]:
-        """The title, if the picture is another one, or no better than the measurement."""
-        right = self.error <= LIMIT and self.result.psnr[-1] > self.result.psnr[0]
-        return [] if right else [TITLE]
-
-    def tables(self) -> list[tuple[Table, str]]:
-        """One process and every worker, a line each."""
-        sizes = sizes_of_parts(self.layout)
-        title = f"{TITLE} of a picture of {sizes[0]} from {len(deblur.WIDTHS)} blurs"
-        cells = [
-            (size, viz.num_bytes(peak), f"{peak / self.alone:.0%}")
-            for size, peak in zip(sizes, (self.alone, *self.peaks), strict=True)
-        ]
-        before, after = self.seconds
-        times = f"{before:.2f} s", f"{after:.2f} s"
-        columns = ("part", "in an iteration", "share")
-        table = workers_table(title, columns, cells, self.sent, times)
-        first, *_, last = self.result.psnr
-        legend = (
-            "in an iteration: peak memory of tensors that it creates; time of all "
-            f"iterations\nPSNR {first:.1f} dB of the first measurement, {last:.1f} dB after "
-            f"{len(self.result.psnr) - 1} iterations; largest difference from one process: "
-            f"{as_text(self.error)}"
-        )
-        return [(table, legend)]
-
-    def draw(self, folder: Path) -> list[tuple[Path, str]]:
-        """The measurement, the reconstruction and the truth, side by side."""
-        deblur.draw(self.result, folder / "deblur.png", dpi=150)
-        text = "The measurements, the reconstruction by the workers, and the ground truth."
-        return [(folder / "deblur.png", text)]
-
-
-def run(size: int, note: Note) -> Reconstructed | None:
+def run(size: int, note: Note) -> list[Report]:
     """Run on every worker; the report on the first."""
     length = max(64, size)  # large enough for something to be seen
     settings = deblur.Settings(
@@ -112,22 +51,39 @@ def run(size: int, note: Note) -> Reconstructed | None:
             bundle.prior.prox(x - bundle.data_fidelity.grad(x))
         parts = ctx.partition.group.share_objects((memory.peak, traffic.bytes_sent))
         if ctx.rank != 0:
-            return None
+            return []
         peaks, sent = zip(*parts, strict=True)
         begin = time.perf_counter()
         expected = deblur.in_plain_torch(settings)
         before = time.perf_counter() - begin
-        numbers = range(len(deblur.WIDTHS))
-        blurs = [deblur.physics(settings, number) for number in numbers]
-        measured = [deblur.measurement(settings, number) for number in numbers]
+        blurs, measured = deblur.problem(settings)
         with count_memory() as memory:  # of one iteration, as that of the workers is
             deblur.iterate_in_plain_torch(expected, blurs, measured, settings)
-        return Reconstructed(
-            error=largest(result.reconstruction - expected),
-            result=result,
-            alone=memory.peak,
-            peaks=peaks,
-            sent=sent,
-            seconds=(before, result.seconds),
-            layout=bundle.signal.layout,
+        sizes, all_peaks = sizes_of_parts(bundle.signal.layout), (memory.peak, *peaks)
+    rows = [(part, peak, peak / memory.peak) for part, peak in zip(sizes, all_peaks, strict=True)]
+    columns: Columns = {"part": str, "in an iteration": num_bytes, "share": as_share}
+    first, *_, last = result.psnr
+    legend = (
+        "in an iteration: peak memory of tensors that it creates; time of all iterations\n"
+        f"PSNR {first:.1f} dB of the first measurement, {last:.1f} dB after {ITERATIONS} "
+        f"iterations; "
+    )
+    return [
+        Report(
+            TITLE,
+            f"of a picture of {sizes[0]} from {len(deblur.WIDTHS)} blurs",
+            {"picture": largest(result.reconstruction - expected)},
+            LIMIT,
+            *of_processes(columns, rows[0], rows[1:], sent, (before, result.seconds)),
+            legend,
+            is_wrong=not last > first,  # no better than the measurement
+            draw=partial(draw, result),
         )
+    ]
+
+
+def draw(result: deblur.Result, folder: Path) -> tuple[Path, str]:
+    """Save the measurement, the reconstruction and the truth, side by side."""
+    path = folder / "deblur.png"
+    deblur.draw(result, path, dpi=150)
+    return path, "The measurements, the reconstruction by the workers, and the ground truth."

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from tessel import nn, viz
@@ -19,13 +19,13 @@ from tessel.cli.demos.report import (
     as_text,
     largest,
     median_seconds,
-    new_table,
     wave,
     worst_of,
 )
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
 from tessel.encoding import encodable
+from tessel.operators.units import num_bytes, num_seconds
 from tessel.testing import count_traffic
 
 LIMIT = 1e-12  # of errors in float64: movements copy and add, and hardly round
@@ -46,15 +46,15 @@ sent       by all workers together, each time; time is the median\
 
 @encodable
 @dataclass(frozen=True)
-class Share:
-    """What one worker saw of an operator A that all workers applied together.
+class Row:
+    """What was seen of an operator A that all workers apply together: by one of them, or by all.
 
     Args:
-        value_error: the largest difference of its output from the reference.
-        gradient_error: the largest difference of its input's gradient from the reference.
-        forward_product: its share of ⟨Ax, y⟩.
-        adjoint_product: its share of ⟨x, Aᴴy⟩.
-        bytes_sent: what it sent in one application.
+        value_error: the largest difference of an output from the reference.
+        gradient_error: the same for the gradient of an input.
+        forward_product: the share of ⟨Ax, y⟩.
+        adjoint_product: the share of ⟨x, Aᴴy⟩.
+        bytes_sent: in one application.
         messages: in how many messages.
         seconds: the median time of an application.
     """
@@ -67,121 +67,72 @@ class Share:
     messages: int
     seconds: float
 
-
-@dataclass(frozen=True)
-class Row:
-    """What all workers saw of one operator: a line of the table."""
-
-    name: str
-    dot_test: float
-    value_error: float
-    gradient_error: float
-    bytes_sent: int
-    messages: int
-    seconds: float
-
     @classmethod
-    def of(cls, name: str, shares: Sequence[Share]) -> Row:
-        """Put the workers' shares together."""
-        forward = sum(share.forward_product for share in shares)
-        adjoint = sum(share.adjoint_product for share in shares)
+    def of(cls, rows: Sequence[Row]) -> Row:
+        """Put together what each worker saw."""
+        columns = zip(*map(astuple, rows), strict=True)
+        values, gradients, forward, adjoint, sent, messages, seconds = columns
+        products = sum(forward), sum(adjoint)
+        # it ends with the slowest worker
         return cls(
-            name,
-            dot_test=abs(forward - adjoint) / max(abs(forward), abs(adjoint), 1e-300),
-            value_error=worst_of([share.value_error for share in shares]),
-            gradient_error=worst_of([share.gradient_error for share in shares]),
-            bytes_sent=sum(share.bytes_sent for share in shares),
-            messages=sum(share.messages for share in shares),
-            seconds=max(share.seconds for share in shares),  # it ends with the slowest worker
+            worst_of(values), worst_of(gradients), *products, sum(sent), sum(messages), max(seconds)
         )
 
     @property
     def errors(self) -> tuple[float, float, float]:
         """Of the dot-test, of values and of gradients."""
-        return self.dot_test, self.value_error, self.gradient_error
-
-    @property
-    def worst(self) -> float:
-        """The largest of the three errors."""
-        return worst_of(self.errors)
+        forward, adjoint = self.forward_product, self.adjoint_product
+        dot_test = abs(forward - adjoint) / max(abs(forward), abs(adjoint), 1e-300)
+        return dot_test, self.value_error, self.gradient_error
 
 
 @dataclass(frozen=True)
 class Movements(Report):
-    """A row for each movement, and the layouts of those that are drawn.
-
-    Args:
-        size: the length of the tensors' sides.
-        workers: how many there are.
-        rows: of the table.
-        rows_of_workers: where the tensor lies when the workers stand one below the other.
-        tiles: where it lies on the most square grid of workers.
-    """
-
-    size: int
-    workers: int
-    rows: tuple[Row, ...]
-    rows_of_workers: Layout
-    tiles: Layout
-
-    @property
-    def worst(self) -> float:
-        return worst_of([row.worst for row in self.rows])
+    """A row for each movement, whose largest error counts."""
 
     @property
     def wrong(self) -> list[str]:
-        # Not "more than the limit": a NaN is neither more nor less.
-        return [row.name for row in self.rows if not row.worst <= LIMIT]
+        return [name for name, error in self.errors.items() if not error <= self.limit]
 
-    def tables(self) -> list[tuple[Table, str]]:
-        title = f"{self.workers} workers, tensors of {self.size} × {self.size} in float64"
-        columns = ("dot-test", "values", "gradients", "sent", "messages", "time")
-        table = new_table(title, "movement", *columns)
-        for row in self.rows:
-            table.add_row(
-                row.name,
-                *(
-                    f"[{'green' if error <= LIMIT else 'bold red'}]{as_text(error)}[/]"
-                    for error in row.errors
-                ),
-                viz.num_bytes(row.bytes_sent),
-                str(row.messages),
-                f"{1e3 * row.seconds:.2f} ms",
-            )
-        return [(table, _LEGEND)]
+    @property
+    def text(self) -> str:
+        return self.legend
 
-    def draw(self, folder: Path) -> list[tuple[Path, str]]:
-        width = halo_width(self.size)
-        shapes = [
-            " × ".join(map(str, layout.partition.shape))
-            for layout in (self.rows_of_workers, self.tiles)
-        ]
-        moves = {
-            (f"Repartition: {shapes[0]} workers …", f"… to {shapes[1]} workers"): (
-                self.rows_of_workers,
-                self.tiles,
-            ),
-            (
-                "HaloExchange: each worker its part …",
-                f"… and {width} rows and columns around it",
-            ): (self.tiles, self.tiles.grow([(width, width)] * 2)),
-        }
-        figure = viz.new_figure(10.5, 5.2 * len(moves))
-        figure.suptitle("Layouts of the tensor, and what moves", fontsize=14, y=0.95)
-        axes = figure.subplots(
-            len(moves), 2, squeeze=False, gridspec_kw={"wspace": 0.28, "hspace": 0.24}
-        )
-        for (titles, (source, target)), (before, after) in zip(moves.items(), axes, strict=True):
-            viz.draw_exchange(before, after, source, target, element_size=8, titles=titles)
-        path = folder / "demo.png"
-        figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.3)
-        return [
-            (
-                path,
-                "Every worker has a colour. On the right, the colours inside each frame show\n"
-                "which worker the values came from; the arrows are what was sent.",
-            )
-        ]
+
+def as_error(error: float) -> str:
+    """An error, and by its colour whether it is rounding."""
+    return f"[{'green' if error <= LIMIT else 'bold red'}]{as_text(error)}[/]"
+
+
+def draw(size: int, stripes: Layout, squares: Layout, folder: Path) -> tuple[Path, str]:
+    """Save a picture of a repartition and a halo exchange.
+
+    Args:
+        size: the length of the tensor's sides.
+        stripes: where it lies when the workers stand one below the other.
+        squares: where it lies on the most square grid of workers.
+        folder: of the picture.
+    """
+    width = halo_width(size)
+    before, after = (" × ".join(map(str, each.partition.shape)) for each in (stripes, squares))
+    halo = "HaloExchange: each worker its part …", f"… and {width} rows and columns around it"
+    moves = {
+        (f"Repartition: {before} workers …", f"… to {after} workers"): (stripes, squares),
+        halo: (squares, squares.grow([(width, width)] * 2)),
+    }
+    figure = viz.new_figure(10.5, 5.2 * len(moves))
+    figure.suptitle("Layouts of the tensor, and what moves", fontsize=14, y=0.95)
+    axes = figure.subplots(
+        len(moves), 2, squeeze=False, gridspec_kw={"wspace": 0.28, "hspace": 0.24}
+    )
+    for (titles, (source, target)), (left, right) in zip(moves.items(), axes, strict=True):
+        viz.draw_exchange(left, right, source, target, element_size=8, titles=titles)
+    path = folder / "demo.png"
+    figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.3)
+    return path, (
+        "Every worker has a colour. On the right, the colours inside each frame show\n"
+        "which worker the values came from; the arrows are what was sent."
+    )
 
 
 def grid(workers: int) -> tuple[int, int]:
@@ -200,25 +151,42 @@ def halo_width(size: int) -> int:
     return max(1, size // 16)
 
 
-def run(size: int, note: Note) -> Movements | None:
+def run(size: int, note: Note) -> list[Report]:
     """Examine each movement of a `size` × `size` tensor, on every worker."""
     P = world()
     cases = (all_sum_reduce, broadcast, repartition, halo_exchange)
-    shares = []
+    mine = []
     for name, case in zip(STEPS, cases, strict=True):
-        shares.append(examine(*case(P, size)))
+        mine.append(examine(*case(P, size)))
         note(name)
-    by_movement = zip(*P.group.share_objects(shares), strict=True)
+    by_movement = zip(*P.group.share_objects(mine), strict=True)
     stripes, squares = (Layout.balanced(each, (size, size)) for each in _on_grids(P))
     if P.rank != 0:
-        return None
-    rows = tuple(Row.of(name, each) for name, each in zip(STEPS, by_movement, strict=True))
-    return Movements(size, P.size, rows, stripes, squares)
+        return []
+    rows = {name: Row.of(each) for name, each in zip(STEPS, by_movement, strict=True)}
+    return [
+        Movements(
+            f"{P.size} workers,",
+            f"tensors of {size} × {size} in float64",
+            {name: worst_of(row.errors) for name, row in rows.items()},
+            LIMIT,
+            {
+                **{"movement": str, "dot-test": as_error, "values": as_error},
+                **{"gradients": as_error, "sent": num_bytes, "messages": str, "time": num_seconds},
+            },
+            tuple(
+                (name, *row.errors, row.bytes_sent, row.messages, row.seconds)
+                for name, row in rows.items()
+            ),
+            _LEGEND,
+            draw=partial(draw, size, stripes, squares),
+        )
+    ]
 
 
 def examine(
     operator: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], reference: Reference
-) -> Share:
+) -> Row:
     """Compare an operator on all workers with what one process computes, on every worker.
 
     Args:
@@ -242,7 +210,7 @@ def examine(
     (gradient,) = torch.autograd.grad(y, x, weights[me] * y.detach())
     with torch.no_grad():  # the time of the movement, without what is kept for a backward pass
         seconds = median_seconds(lambda: operator(x), REPEATS)
-    return Share(
+    return Row(
         value_error=largest(y - outputs[me]),
         gradient_error=largest(gradient - expected),
         forward_product=float((y.detach() * weights[me]).sum()),

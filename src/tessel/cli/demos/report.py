@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -14,31 +15,87 @@ from rich.table import Table
 from torch import Tensor
 
 from tessel.core.layout import Layout
-from tessel.operators.units import num_bytes
+from tessel.operators.units import num_bytes, num_seconds
 
 Note = Callable[[str], None]
+Columns = dict[str, Callable[[Any], str]]  # names, and how the values below them are written
+Rows = tuple[tuple[Any, ...], ...]  # the values, None for what stays empty
 
 
-class Report(ABC):
-    """What came of a demo, as the first worker knows it."""
+@dataclass(frozen=True)
+class Report:
+    """What came of a demo, as the first worker knows it.
+
+    Args:
+        title: what was done.
+        subject: to what, as it stands above the table.
+        errors: the largest differences from one process, by what was compared.
+        limit: up to which error it is rounding.
+        columns, rows: the table.
+        legend: the text below it, before the errors.
+        is_wrong: whether something is wrong besides.
+        draw: saves a picture in a folder; where it is, and what to look at.
+    """
+
+    title: str
+    subject: str
+    errors: Mapping[str, float]
+    limit: float
+    columns: Columns
+    rows: Rows
+    legend: str = ""
+    is_wrong: bool = False
+    draw: Callable[[Path], tuple[Path, str]] | None = None
 
     @property
-    @abstractmethod
     def worst(self) -> float:
         """The largest error, or NaN if there is one."""
+        return worst_of(self.errors.values())
 
     @property
-    @abstractmethod
     def wrong(self) -> list[str]:
         """What differs from one process by more than it should."""
+        # Not "more than the limit": a NaN is neither more nor less.
+        return [] if self.worst <= self.limit and not self.is_wrong else [self.title]
 
-    @abstractmethod
-    def tables(self) -> list[tuple[Table, str]]:
-        """What is shown: tables, each with the text below it."""
+    @property
+    def table(self) -> Table:
+        title = f"{self.title} {self.subject}"
+        table = Table(title=title, box=SIMPLE_HEAD, title_style="bold", pad_edge=False)
+        for number, name in enumerate(self.columns):
+            table.add_column(name, no_wrap=True, justify="right" if number else "left")
+        for row in self.rows:
+            cells = zip(self.columns.values(), row, strict=True)
+            table.add_row(*("" if value is None else write(value) for write, value in cells))
+        return table
 
-    def draw(self, folder: Path) -> list[tuple[Path, str]]:
-        """Save pictures in a folder; where they are, and what to look at."""
-        return []
+    @property
+    def text(self) -> str:
+        """What stands below the table."""
+        errors = ", ".join(f"{name} {as_text(error)}" for name, error in self.errors.items())
+        return f"{self.legend}largest difference from one process: {errors}"
+
+
+def of_processes(
+    columns: Columns,
+    alone: Sequence[Any],
+    workers: Iterable[Sequence[Any]],
+    sent: Sequence[int],
+    seconds: tuple[float, float],
+) -> tuple[Columns, Rows]:
+    """A table with a line for one process, and one for each worker.
+
+    Args:
+        columns: what is known of each.
+        alone: the values of one process.
+        workers: those of each worker.
+        sent: the bytes that each worker sent.
+        seconds: how long one process took, and how long the workers, all of them together.
+    """
+    rows = [("one process", *alone, None, seconds[0])]
+    for place, (own, count) in enumerate(zip(workers, sent, strict=True)):
+        rows.append((f"worker {place}", *own, count, None if place else seconds[1]))
+    return {"who": str, **columns, "sent": num_bytes, "time": num_seconds}, tuple(rows)
 
 
 def wave(shape: Sequence[int], phase: float = 0.0) -> Tensor:
@@ -50,39 +107,6 @@ def wave(shape: Sequence[int], phase: float = 0.0) -> Tensor:
     """
     index = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
     return torch.sin(0.7 * index + phase).reshape(tuple(shape))
-
-
-def new_table(title: str, first: str, *others: str) -> Table:
-    """A table whose first column has names, and the others numbers."""
-    table = Table(title=title, box=SIMPLE_HEAD, title_style="bold", pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def workers_table(
-    title: str,
-    columns: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    sent: Sequence[int],
-    times: tuple[str, str],
-) -> Table:
-    """A line for one process and one for each worker.
-
-    Args:
-        title: what to write above.
-        columns: the names of the cells.
-        cells: those of one process, then those of each worker.
-        sent: the bytes that each worker sent.
-        times: of one process, and of the workers, which is the same for all of them.
-    """
-    table = new_table(title, "who", *columns, "sent", "time")
-    alone, *others = cells
-    table.add_row("one process", *alone, "", times[0])
-    for place, (own, count) in enumerate(zip(others, sent, strict=True)):
-        table.add_row(f"worker {place}", *own, num_bytes(count), "" if place else times[1])
-    return table
 
 
 def sizes_of_parts(layout: Layout) -> list[str]:
@@ -101,14 +125,19 @@ def largest(values: Tensor) -> float:
     return float(values.detach().abs().max()) if values.numel() else 0.0
 
 
-def worst_of(errors: Sequence[float]) -> float:
+def worst_of(errors: Iterable[float]) -> float:
     """The largest, or NaN if there is one, which `max` would lose."""
-    return float(torch.tensor(errors, dtype=torch.float64).max())
+    return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
 def as_text(error: float) -> str:
     """An error with one digit."""
     return "0" if error == 0 else f"{error:.0e}"
+
+
+def as_share(part: float) -> str:
+    """A part of a whole."""
+    return f"{part:.1%}"
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,11 +11,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn import _reduction
 
-from tessel.core.agreement import as_agreed
+from tessel.core.agreement import TensorMeta, agree, as_agreed, same
+from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.context import is_compiling, setting
 from tessel.core.graph import eagerly
+from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
+from tessel.distributed.group import row_of
+from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import (
     Sharding,
     State,
@@ -24,13 +30,190 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
-from tessel.nn.parallel.agreed import agree_on_spread, in_mode_of, spread_part
-from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agreed_logits
+from tessel.nn.loss_agreement import CLASSES, class_dim, samples_of
+from tessel.nn.parallel.agreed import (
+    Frozen,
+    agree_on_spread,
+    check_copies,
+    check_sharding,
+    frozen,
+    in_mode_of,
+    spread_part,
+)
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.rules.losses import checked
+from tessel.tensor.rules.losses import Kind, checked, loss_dtype
 from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.tensor.table import opened
-from tessel.transport import kept_in_job
+from tessel.transport import kept_in_job, this_worker
+
+# the layout of the whole logits, and the kinds of the logits and of the target
+Agreed = tuple[Layout, TensorMeta, TensorMeta]
+
+
+@dataclass(frozen=True)
+class ShardedLoss:
+    """A cross entropy of classes in shards: all that its workers must have in common.
+
+    Attributes:
+        partition: the workers, in a row.
+        wanted: the workers that the caller names, None for those of the sharding.
+        input: the sharding of the logits.
+        target: that of the target, None for a whole one.
+        weight: the kind of the weight, None for no weight; the name of its type if it has no kind.
+        weight_sharding: that of the weight, which must have none.
+        measure: what else torch's loss takes.
+        autocast: whether torch chooses the dtype of the loss.
+    """
+
+    partition: Partition
+    wanted: tuple[int, ...] | None
+    input: Sharding
+    target: Sharding | None
+    weight: Kind | str | None
+    weight_sharding: Sharding | None
+    measure: CrossEntropy
+    autocast: bool
+
+    @classmethod
+    def of(
+        cls,
+        sharding: Sharding,
+        target: Any,
+        weight: Any,
+        partition: Partition | None,
+        measure: CrossEntropy,
+        autocast: bool,
+    ) -> ShardedLoss:
+        """The loss of logits with this sharding, in which this worker must take part."""
+        if not sharding.partition.active:
+            raise ValueError(
+                f"parallel_cross_entropy: the input is a shard over {sharding.partition}, to which "
+                f"worker {this_worker()} does not belong"
+            )
+        weight_sharding = sharding_of(weight)
+        kind: Kind | str | None = None
+        if weight is not None and weight_sharding is None:
+            kind = type(weight).__name__
+            if is_dense(weight):
+                needs_grad = weight.requires_grad and torch.is_grad_enabled()
+                kind = Kind(tuple(weight.shape), weight.dtype, str(weight.device), needs_grad)
+        return cls(
+            row_of(sharding.partition),
+            None if partition is None else row_of(partition).ranks,
+            sharding,
+            sharding_of(target),
+            kind,
+            weight_sharding,
+            measure,
+            autocast,
+        )
+
+    @cached_property
+    def label(self) -> str:
+        weight = f"weight of shape {self.weight.shape}, " if isinstance(self.weight, Kind) else ""
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self.measure).items())
+        return f"parallel_cross_entropy({weight}{settings}) over {self.partition}"
+
+    @kept_in_job  # not of this object alone: each call makes one that is equal
+    def words(self) -> tuple[str, str]:
+        """What the loss is called, and all that is known of it."""
+        return self.label, repr(self)
+
+    @kept_in_job  # once for the same shapes: a training step asks for the same each time
+    def conclude(self, inputs: Frozen, targets: Frozen) -> Agreed:
+        """What follows from the shapes and kinds of all workers, the same on each of them.
+
+        Raises for shardings that do not fit the classes, and for targets that do not fit the input.
+        """
+        (input_shapes, input_meta), (target_shapes, target_meta) = inputs, targets
+        of_input, of_target = dict(input_shapes), dict(target_shapes)
+        workers = self.input.partition.ranks
+        if self.wanted not in (None, workers):
+            raise ValueError(
+                f"{self.label}: partition= names workers {self.wanted}, and the input is a shard "
+                f"over workers {workers}; leave out partition="
+            )
+        ndim = len(input_shapes[0][1])
+        expected = Sharding(class_dim(ndim), self.input.partition)
+        check_sharding(self.input, expected, f"the input, of {ndim} dimensions,", self.label)
+        check_sharding(self.weight_sharding, None, "the weight", self.label)
+        check_sharding(self.target, expected, "the target", self.label)
+        layout = self._whole("the input", self.input, of_input)
+        if self.target is not None:
+            target_shape = self._whole("the target", self.target, of_target).shape
+        # most likely a shard of probabilities that nobody registered as one
+        elif of_input == of_target and target_shapes[0][1] != layout.shape:
+            raise ValueError(
+                f"{self.label}: the target has the shape of a shard of the input and no sharding; "
+                f"if it is a shard of probabilities, write "
+                f"tessel.register_parallel_dim(target, {self.input.dim})"
+            )
+        else:
+            target_shape = same(of_target, "shape of the target", self.label)
+        self._check_target(layout.shape, target_shape)
+        kinds = {
+            "input": Kind(layout.shape, input_meta.dtype, input_meta.device, False),
+            "target": Kind(target_shape, target_meta.dtype, target_meta.device, False),
+            "weight": self.weight,
+            **vars(self.measure),
+        }
+        # torch's loss of such tensors raises for what torch does not take, on all workers
+        loss_dtype(F.cross_entropy, tuple(kinds.items()), self.autocast)
+        return layout, input_meta, target_meta
+
+    def _whole(self, name: str, sharding: Sharding, shapes: dict[int, Shape]) -> Layout:
+        """The layout of the whole of which workers have balanced parts."""
+        first = shapes[self.partition.ranks[0]]
+        if len(first) <= sharding.dim:
+            raise ValueError(
+                f"{self.label}: {name} has no dim {sharding.dim}, its shape is {first}"
+            )
+        return layout_of_shards(
+            self.partition, shapes, sharding.dim, sharding.size, self.label, name, "classes"
+        )
+
+    def _check_target(self, shape: Shape, target: Shape) -> None:
+        """Raise, of the kind that torch raises, for a target of another shape than expected."""
+        samples = samples_of(shape)
+        if self.target is not None and target != shape:
+            raise ValueError(
+                f"{self.label}: a target that is a shard must be one of probabilities, of the "
+                f"shape {shape} of the input, got a shard of {target}; classes must be whole on "
+                f"every worker"
+            )
+        # torch takes a target of one element for logits of a single sample, too
+        if target in (shape, samples) or (len(shape) == 1 and target == (1,)):
+            return
+        # as torch: ValueError for another batch, RuntimeError for other dimensions behind it
+        is_batch = len(shape) == 1 or target[:1] != shape[:1]
+        raise (ValueError if is_batch else RuntimeError)(
+            f"{self.label}: a target of shape {samples}, or of shape {shape} for probabilities, "
+            f"was expected for an input of shape {shape}, got {target}"
+        )
+
+
+def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Agreed:
+    """Let all workers of the call raise, or know that their tensors fit; one small exchange.
+
+    Beside shapes they tell which classes are in the target, and checksums of target and weight:
+    copies that differ would give each worker a loss of its own.
+    """
+    # The least and the greatest class, which no worker could check for the classes of others, and
+    # checksums. All of it is part of the exchange that there is anyway.
+    numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
+    label, identity = loss.words()
+    held, values = agree(
+        loss.partition,
+        label,
+        *(x, target),
+        names=("the input", "the target"),
+        numbers=numbers,
+        identity=identity,
+    )
+    agreed = loss.conclude(*map(frozen, held))
+    num_classes = agreed[0].shape[loss.input.dim]
+    check_copies(values, ("target", "weight"), num_classes, ("target", "classes"), label)
+    return agreed
 
 
 def parallel_cross_entropy(
@@ -59,12 +242,8 @@ def parallel_cross_entropy(
         target: the classes, of the shape of the input without C, or probabilities, of the shape
             of the whole input; the same on every worker. Probabilities may also be a shard that
             is sharded as the input is.
-        weight: of each class, all of it on every worker.
-        size_average, reduce: torch's old names of reductions.
-        ignore_index: a class that does not count.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: the share of the uniform distribution in the target.
-        partition: the workers of the shards; None for those that the input is sharded over.
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing, partition: as of
+            `ParallelCrossEntropyLoss`.
 
     >>> import torch
     >>> from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
@@ -73,35 +252,19 @@ def parallel_cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
+    measure = CrossEntropy(ignore_index, label_smoothing, reduction)
     # first of all: this raises on all workers, and none of them may wait for another yet
     for value in (input, target, weight):
         _check_known(state_of(value))
     sharding = sharding_of(input)
     if sharding is None:
-        if isinstance(input, SpreadTensor):
-            agree_on_spread(partition or input.layout.partition, "parallel_cross_entropy")
-        # a plain tensor may be computed from a shard; compilers cannot follow the search for it
-        if not is_compiling():
-            _check_known(traced_state(input))
-        for name, value in (("target", target), ("weight", weight)):
-            if sharding_of(value) is not None:  # type: ignore[arg-type]
-                raise ValueError(
-                    f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
-                    f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
-                )
-        return F.cross_entropy(
-            input, target, weight, None, ignore_index, None, reduction, label_smoothing
-        )
-    others = partition, ignore_index, reduction, label_smoothing
-    key = _key_alone(input, target, weight, sharding, *others)
+        return _of_whole(measure, input, target, weight, partition)
+    key = _key_alone(input, target, weight, sharding, partition, measure)
     # A worker alone has nobody to agree with, and torch itself looks at the values: what fitted
     # once fits again. No more than this, as Python is slow where large tensors fill the caches.
     if key is not None and key in _known_alone():
         with torch._C.DisableTorchFunctionSubclass():
-            return F.cross_entropy(
-                input, target, weight, None, ignore_index, None, reduction, label_smoothing
-            )
-    measure = CrossEntropy(ignore_index, label_smoothing, reduction)
+            return measure.by_torch(input, target, weight)
     autocast = torch.is_autocast_enabled(input.device.type)
     loss = ShardedLoss.of(sharding, target, weight, partition, measure, autocast)
     found = _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
@@ -121,7 +284,7 @@ def _key_alone(
 ) -> tuple[Any, ...] | None:
     """What decides whether the tensors of a worker alone fit; None if there are others."""
     plain = Tensor, torch.nn.Parameter, type(None)
-    is_alone = sharding.partition.size == 1 and not torch.compiler.is_compiling()
+    is_alone = sharding.partition.size == 1 and not is_compiling()
     if not is_alone or type(target) not in plain[:2] or type(weight) not in plain:
         return None
     with torch._C.DisableTorchFunctionSubclass():  # shards would look for a rule
@@ -175,6 +338,23 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             partition=self.partition,
         )
+
+
+def _of_whole(
+    measure: CrossEntropy, x: Tensor, target: Any, weight: Any, partition: Partition | None
+) -> Tensor:
+    if isinstance(x, SpreadTensor):
+        agree_on_spread(partition or x.layout.partition, "parallel_cross_entropy")
+    # a plain tensor may be computed from a shard; compilers cannot follow the search for it
+    if not is_compiling():
+        _check_known(traced_state(x))
+    for name, value in (("target", target), ("weight", weight)):
+        if sharding_of(value) is not None:
+            raise ValueError(
+                f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
+                f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
+            )
+    return measure.by_torch(x, target, weight)
 
 
 @eagerly

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import agree, as_agreed
+from tessel.core.agreement import TensorMeta, agree, as_agreed, same
+from tessel.core.checksum import range_of
 from tessel.core.graph import eagerly
-from tessel.core.layout import Layout
+from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, keep_part
 from tessel.distributed.group import row_of
@@ -19,18 +20,131 @@ from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import (
     Sharding,
+    State,
     as_plain,
+    check_known,
     describe,
     state_of,
     traced_state,
 )
-from tessel.nn.parallel.agreed import agree_on_spread
+from tessel.nn.parallel.agreed import (
+    Frozen,
+    agree_on_spread,
+    check_copies,
+    check_parts,
+    check_sharding,
+    frozen,
+)
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
-from tessel.nn.parallel.embedding_agreement import Lookup, agreed_table
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
+from tessel.transport import kept_in_job
+
+INDICES = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """All that the workers must have in common when they look up ids.
+
+    Attributes:
+        partition: the workers, in a row.
+        label: the call in the words of its user.
+        dim: the dimension of the table that is split, 0, 1 or -1; None if that was not said.
+        num_embeddings: the rows of the whole table; None for what the shards have together.
+        settings: what else torch takes.
+        weight: the sharding of the weight.
+        ids: the sharding of the ids.
+        embedding_dim: the columns of the whole table; None for what the shards have together.
+    """
+
+    partition: Partition
+    label: str
+    dim: int | None
+    num_embeddings: int | None
+    settings: EmbeddingOptions
+    weight: State = None
+    ids: State = None
+    embedding_dim: int | None = None
+
+    @property
+    def place(self) -> int:
+        """The dimension of the table that is split, counted from the front."""
+        assert self.dim is not None
+        return abs(self.dim)
+
+    @kept_in_job  # once for the same shapes: a training step asks for the same each time
+    def conclude(self, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
+        """The layout of the table, from the shapes of all workers; raises for what does not fit."""
+        check_known(self.weight, label)  # along which dimension it is split its sharding says
+        expected = Sharding(self.place, self.partition)
+        check_sharding(self.weight, expected, "the weight", self.label)
+        check_sharding(self.ids, None, "the ids", self.label)
+        (shapes, meta), (shards, kind) = of_ids, of_weight
+        if meta.dtype not in INDICES:
+            raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {meta.dtype}")
+        same(dict(shapes), "shape of the ids", label)
+        if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
+            raise ValueError(f"{label}: the weight must be of a float dtype, got {kind.dtype}")
+        layout = self.table(dict(shards))
+        # Torch looks at settings when it looks up an id. A worker may have no row of these ids,
+        # and would go on where others raise: so all workers look here.
+        for value in (self.settings.max_norm, self.settings.norm_type):
+            float(0 if value is None else value)
+        rows, padding = layout.shape[0], self.settings.padding_idx
+        if padding is not None and not -rows <= padding < rows:
+            raise ValueError(
+                f"{self.label}: padding_idx must be a row of the table, {-rows} to {rows - 1}, "
+                f"got {padding}"
+            )
+        if meta.device != kind.device:
+            raise ValueError(
+                f"{self.label}: ids and weight must be on one device, got {meta.device} and "
+                f"{kind.device}"
+            )
+        return layout
+
+    def table(self, shapes: dict[int, Shape]) -> Layout:
+        """The whole table from the shapes of its shards, which must be balanced parts of it."""
+        dim, label = self.place, self.label
+        if any(len(shape) != 2 for shape in shapes.values()):
+            found = ", ".join(f"{shape} on worker {worker}" for worker, shape in shapes.items())
+            raise ValueError(f"{label}: a weight has two dimensions, got {found}")
+        other = ("columns", "rows")[dim]
+        same({w: shape[1 - dim] for w, shape in shapes.items()}, f"number of {other}", label)
+        whole = [shapes[self.partition.ranks[0]][k] for k in (0, 1)]
+        whole[dim] = sum(shape[dim] for shape in shapes.values())
+        wanted = self.num_embeddings, self.embedding_dim
+        rows, columns = (
+            n if given is None else given for n, given in zip(whole, wanted, strict=True)
+        )
+        layout = shard_layout(self.partition, (rows, columns), dim)
+        check_parts(shapes, layout, "a table", label, "; shards are balanced parts of it")
+        return layout
+
+
+def agreed_table(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMeta]:
+    """The layout of the whole table, after all workers agreed that they look up the same in it.
+
+    One small exchange. All workers raise, or none: ValueError for shards that do not fit together
+    and for ids that differ, IndexError for ids that are no rows of the table.
+    """
+    needs_grad = getattr(weight, "requires_grad", False) and torch.is_grad_enabled()
+    label = f"{lookup.label}{'' if needs_grad else ', without a gradient of the weight'}"
+    (of_ids, of_weight), values = agree(
+        lookup.partition,
+        label,
+        *(ids, weight),
+        names=("the ids", "the weight"),
+        numbers=range_of(ids, INDICES),
+        identity=f"{label} {lookup}",
+    )
+    layout = lookup.conclude(label, frozen(of_ids), frozen(of_weight))
+    check_copies(values, ("ids",), layout.shape[0], ("id", "rows of the table"), lookup.label)
+    return layout, of_weight[1]
+
 
 DIMS = (None, 0, 1, -1)
 
@@ -89,29 +203,18 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
     ) -> None:
         row = row_of(partition)
         # Workers say what they pass before anything is checked: so all of them raise, or none.
-        given = ""
+        call = f"({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, dim={dim!r})"
+        call = f"ParallelEmbedding{call} over {row}"
         if _weight is not None:
-            kind = f"{_weight.dtype} on {_weight.device.type}"
-            given = f", of a table of shape {tuple(_weight.shape)} and {kind}"
-        agree(
-            row,
-            f"ParallelEmbedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, "
-            f"dim={dim!r}) over {row}{given}",
-        )
+            kind = f"shape {tuple(_weight.shape)} and {_weight.dtype} on {_weight.device.type}"
+            call = f"{call}, of a table of {kind}"
+        agree(row, call)
         check_dim(dim, "ParallelEmbedding")
         # torch's layer gets a table without memory: it draws none, and nobody needs the whole one
         outline = torch.empty(num_embeddings, embedding_dim, device="meta", dtype=dtype)
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            outline if _weight is None else _weight,
-            _freeze,
-        )
+        table = outline if _weight is None else _weight
+        settings = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        super().__init__(num_embeddings, embedding_dim, *settings, table, _freeze)
         self.dim, self.partition = dim, row
         if _weight is None:
             shape = outline.shape if self._layout is None else self._layout.local_shape
@@ -291,14 +394,9 @@ def parallel_embedding(
     Args:
         input: ids, the same on all workers.
         weight: this worker's shard of the table, a balanced part of it.
-        padding_idx: a row that gets no gradient, counted in the whole table.
-        max_norm: rows whose norm is greater are scaled down to it, in place.
-        norm_type: p of that norm.
-        scale_grad_by_freq: whether gradients are divided by how often an id is in `input`.
-        sparse: whether the gradient of the shard is a sparse tensor.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as of `ParallelEmbedding`.
         num_embeddings: the number of rows of the whole table; None for that of all shards.
-        dim: which dimension of the table is split, 0, 1 or -1; None for that of the sharding of
-            `weight`, and without a sharding for none.
+        dim: which dimension of the table is split; None for that of the sharding of `weight`.
         partition: the workers; None for those of the sharding, or the default group.
 
     >>> import tessel, torch
@@ -314,21 +412,19 @@ def parallel_embedding(
     if isinstance(state, Sharding):
         partition = partition or state.partition
         dim = state.dim if dim is None else dim
-    if isinstance(input, SpreadTensor):  # F.embedding has a rule for it
-        if dim is not None:
-            agree_on_spread(row_of(partition), f"parallel_embedding(dim={dim})")
+    row, is_whole = row_of(partition), dim is None and state is None
+    if is_whole and num_embeddings not in (None, weight.shape[0]):
+        raise ValueError(
+            f"parallel_embedding: with dim=None the weight is the whole table, of "
+            f"{num_embeddings} rows, got {weight.shape[0]}"
+        )
+    if isinstance(input, SpreadTensor) and dim is not None:
+        agree_on_spread(row, f"parallel_embedding(dim={dim})")
+    if isinstance(input, SpreadTensor) or is_whole:  # F.embedding has a rule for spread tensors
         return F.embedding(input, weight, *astuple(settings))
-    if dim is None and state is None:
-        if num_embeddings not in (None, weight.shape[0]):
-            raise ValueError(
-                f"parallel_embedding: with dim=None the weight is the whole table, of "
-                f"{num_embeddings} rows, got {weight.shape[0]}"
-            )
-        return F.embedding(input, weight, *astuple(settings))
-    row = row_of(partition)
     label = f"parallel_embedding(dim={dim}) over {row}, where weight is {describe(state)}"
-    lookup = Lookup(row, label, dim, num_embeddings, settings, state, state_of(input))
-    return _looked_up(lookup, input, weight)
+    shardings = state, state_of(input)
+    return _looked_up(Lookup(row, label, dim, num_embeddings, settings, *shardings), input, weight)
 
 
 def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:

@@ -426,7 +426,7 @@ def _convolved(
     groups = settings.groups if groups is None else groups
     numbers: tuple[Numbers, ...] = (settings.stride, padding, settings.dilation)
     convolve: Any = _CONVOLUTIONS[settings.num_dims - 1]
-    order = order_for(x, groups)
+    order = order_for(x, groups) if settings.num_dims == 3 else None
     y: Tensor
     if order is None:
         y = convolve(x, weight, bias, *numbers, groups)

@@ -137,24 +137,12 @@ def run_converted(
             middle = transport.total_traffic().bytes_sent
             outputs = _derived(result, loss)
             sent = middle - start, transport.total_traffic().bytes_sent - middle
-        values += _paired(outputs, alone.outputs[number])
+        values += of_outputs(outputs, alone.outputs[number])
     values = [
         worst(name, [each for each in values if each.name == name])
         for name in dict.fromkeys(each.name for each in values)
     ]
-    parameters, buffers = dict(alone.model.named_parameters()), dict(alone.model.named_buffers())
-    values += [
-        difference(f"gradient of {name}", parameter.grad, parameters[name].grad)
-        for name, parameter in model.named_parameters()
-    ]
-    values += [
-        difference(f"gradient of {name}", ours.grad, theirs.grad)
-        for (name, ours), (_, theirs) in zip(
-            arguments.tensors(), alone.arguments.tensors(), strict=True
-        )
-        if theirs.requires_grad
-    ]
-    values += [difference(f"buffer {name}", b, buffers[name]) for name, b in model.named_buffers()]
+    values += of_state(model, arguments, alone)
     modules = dict(model.named_modules())
     used = []
     for name in dict.fromkeys((*alone.trace, *compared)):
@@ -163,6 +151,30 @@ def run_converted(
         kind = type(modules[name]).__name__
         used.append(ModuleUse(output, kind, *uses.get(name, (0, 0)), stored))
     return Findings(values, used, gathers, sent, memory.peak, alone.peak, alone.draws)
+
+
+def of_outputs(outputs: Outputs, others: Outputs) -> Iterator[Difference]:
+    """The differences of outputs, by their names."""
+    ours, theirs = dict(outputs), dict(others)
+    for name in {**theirs, **ours}:
+        if name not in ours or name not in theirs:
+            where = "in one process" if name in theirs else "in the converted model"
+            yield Difference(name, math.inf, note=f"only {where}")
+        else:
+            yield difference(name, ours[name], theirs[name])
+
+
+def of_state(model: nn.Module, arguments: Arguments, alone: OneProcess) -> Iterator[Difference]:
+    """The differences of all gradients, and of buffers, after the calls."""
+    parameters, buffers = dict(alone.model.named_parameters()), dict(alone.model.named_buffers())
+    for name, parameter in model.named_parameters():
+        yield difference(f"gradient of {name}", parameter.grad, parameters[name].grad)
+    pairs = zip(arguments.tensors(), alone.arguments.tensors(), strict=True)
+    for (name, ours), (_, theirs) in pairs:
+        if theirs.requires_grad:
+            yield difference(f"gradient of {name}", ours.grad, theirs.grad)
+    for name, buffer in model.named_buffers():
+        yield difference(f"buffer {name}", buffer, buffers[name])
 
 
 def plain_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -237,14 +249,3 @@ def _weights(like: Tensor, number: int) -> Tensor:
     kind = torch.complex128 if like.dtype.is_complex else torch.float64
     weights = torch.randn(tuple(like.shape), generator=generator, dtype=kind)
     return (weights / max(1, weights.numel()) ** 0.5).to(like.device, like.dtype)
-
-
-def _paired(outputs: Outputs, others: Outputs) -> Iterator[Difference]:
-    """The differences of outputs, by their names."""
-    ours, theirs = dict(outputs), dict(others)
-    for name in {**theirs, **ours}:
-        if name not in ours or name not in theirs:
-            where = "in one process" if name in theirs else "in the converted model"
-            yield Difference(name, math.inf, note=f"only {where}")
-        else:
-            yield difference(name, ours[name], theirs[name])
