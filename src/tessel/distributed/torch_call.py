@@ -26,16 +26,8 @@ QUESTIONS = frozenset(
         *("is_inference", "is_pinned", "is_shared", "get_device", "retains_grad", "is_set_to"),
         *("equal", "allclose", "is_same_size", "sparse_dim", "dense_dim", "_backward_hooks"),
         *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
-        *(
-            "output_nr",
-            "_version",
-            "name",
-            "names",
-            "is_sparse",
-            "is_meta",
-            "is_nested",
-            "is_quantized",
-        ),
+        *("output_nr", "_version", "name", "names"),
+        *("is_sparse", "is_meta", "is_nested", "is_quantized"),
     )
 )
 

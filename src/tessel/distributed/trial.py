@@ -117,10 +117,7 @@ def _tried(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
 
 
 def _tried_at(
-    place: int,
-    call: TorchCall,
-    given: dict[str, Any],
-    layouts: dict[int, Layout | None],
+    place: int, call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]
 ) -> tuple[Layout, ...] | None:
     """The layouts of the results by the rule, as the worker at this place follows it.
 
