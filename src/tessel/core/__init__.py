@@ -31,6 +31,7 @@ from tessel.core.shared import Replicate as Replicate
 from tessel.core.shared import anchored_zeros as anchored_zeros
 from tessel.core.shared import grad_alike as grad_alike
 from tessel.core.shared import replicate as replicate
+from tessel.core.shared import shared_whole as shared_whole
 from tessel.core.shared import total as total
 from tessel.core.windows import Mirrored as Mirrored
 from tessel.core.windows import ReceptiveField as ReceptiveField

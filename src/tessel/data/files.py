@@ -14,6 +14,7 @@ import torch
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
+from tessel.core.shared import shared_whole
 from tessel.data.checkpoint_format import CheckpointFormat
 from tessel.data.formats import Format, Keys, Stored, flattened, nested, said_of
 from tessel.data.together import kind_of, together
@@ -113,9 +114,7 @@ def load(
         facts.append(f"{stored} {listing} {kind_of(device)}")
     # Only now is it sure that all workers ask for the same: each reads its box without the others.
     with together(call):
-        whole = {
-            keys: Layout.whole(world(), each.shape, shared=True) for keys, each in stored.items()
-        }
+        whole = {keys: shared_whole(world(), each.shape) for keys, each in stored.items()}
         parts = form.read(folder, {keys: targets[keys] or whole[keys] for keys in stored})
     found: dict[Keys, Any] = {}
     for keys, part in parts.items():
@@ -138,7 +137,7 @@ def _spread(keys: Keys, value: Any) -> Tensor:
                 f"{name}a tessel.Tensor or a plain tensor is needed, got {type(value).__name__}; "
                 f"of a DTensor, tessel.from_dtensor makes one"
             )
-        value = Tensor(value, Layout.whole(world(), value.shape, shared=True))
+        value = Tensor(value, shared_whole(world(), tuple(value.shape)))
     if value.layout.blocks:
         raise NotImplementedError(f"{value.layout} has blocks, which are no boxes of one tensor")
     return value

@@ -14,18 +14,9 @@ from torch import Tensor
 from torch.backends import cudnn
 
 from tessel import transport
-from tessel.core import (
-    Layout,
-    Partition,
-    Shape,
-    agree,
-    boxes,
-    checksum_of,
-    world,
-)
+from tessel.core import Layout, Partition, agree, boxes, checksum_of, shared_whole, world
 from tessel.errors import WorkerLost
 from tessel.settings import chosen, whole_number
-from tessel.transport import kept_in_job
 
 SHARDINGS = ("round_robin", "block")
 DEVICE_MODES = (None, "cpu", "gpu")
@@ -251,7 +242,7 @@ class DistributedContext:
         if self.world_size == 1:
             return
         kinds = [(tuple(each.shape), each.dtype) for each in tensors]
-        found = _compared(whole_layout(self.partition, ()), f"{what} with {kinds}", tensors)
+        found = _compared(shared_whole(self.partition, ()), f"{what} with {kinds}", tensors)
         if found is not None:
             raise ValueError(
                 f"{what} has other parameters on worker {found[0]} than on worker {found[1]}, and "
@@ -313,13 +304,6 @@ def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
             if own != sums[first]:
                 return worker, first
     return None
-
-
-@kept_in_job
-def whole_layout(partition: Partition, shape: Shape) -> Layout:
-    """The layout of an image that is whole on every worker, as one shared value."""
-    # Kept: a layout checks itself when it is made, which takes as long as a small call.
-    return Layout.whole(partition, shape, shared=True)
 
 
 def is_whole(layout: Layout) -> bool:

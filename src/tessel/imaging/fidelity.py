@@ -293,8 +293,8 @@ class PartFidelity:
         """This worker's part of the gradient of f in x; see `loss`."""
         f, x = self.fidelity, call.x
         if isinstance(operator, Whole):
-            slope = partial(gradient, f, operator.physics, **call.settings)
-            return operator.image(slope, x, y, *call.args, users=f)
+            of_image = partial(gradient, f, operator.physics, **call.settings)
+            return operator.image(of_image, x, y, *call.args, users=f)
         # The gradient of d takes the name of the measurement, which is so freed before the adjoint
         # begins: at its peak a worker holds one of the two beside the image.
         u = operator.A(x)
@@ -356,9 +356,9 @@ class PartFidelity:
         try:
             for dim in range(u.dim()):
                 halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
-                slopes = torch.cat([gradient(f, _PLAIN, *half) for half in halves], dim)
+                gradients = torch.cat([gradient(f, _PLAIN, *half) for half in halves], dim)
                 shares = torch.stack([f(*half, _PLAIN).sum() for half in halves])
-                if not torch.allclose(gradient(f, _PLAIN, u, y), slopes, rtol=1e-4, atol=1e-6):
+                if not torch.allclose(gradient(f, _PLAIN, u, y), gradients, rtol=1e-4, atol=1e-6):
                     return False
                 if not torch.allclose(f(u, y, _PLAIN).sum(), shares.sum(), rtol=1e-4):
                     return False

@@ -25,8 +25,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel import transport
-from tessel.core import LinearOperator, Partition, Replicate, Shape, anchored_zeros, tell
-from tessel.imaging.context import DistributedContext, whole_layout
+from tessel.core import (
+    LinearOperator,
+    Partition,
+    Replicate,
+    Shape,
+    anchored_zeros,
+    shared_whole,
+    tell,
+)
+from tessel.imaging.context import DistributedContext
 from tessel.transport import kept_in_job
 
 # What holds no other tensors: the search ends there, and not in the modules of Python.
@@ -155,7 +163,7 @@ def gradients_of(tensors: Iterable[Tensor]) -> str:
 @kept_in_job
 def copying(partition: Partition, shape: Shape) -> Replicate:
     """From a shared value to a copy for each worker; also of one worker, whose graph it marks."""
-    shared = whole_layout(partition, shape)
+    shared = shared_whole(partition, shape)
     return Replicate(shared, replace(shared, shared=()))
 
 

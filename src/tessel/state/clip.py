@@ -15,6 +15,7 @@ from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import shared_whole
 from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
@@ -49,7 +50,7 @@ class ParameterPiece:
     @classmethod
     def of(cls, name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
         """A parameter whose parts lie so; without a layout all workers of the row share it."""
-        counted, holders = _holders(layout or Layout.whole(row, (), shared=True))
+        counted, holders = _holders(layout or shared_whole(row, ()))
         others = [worker for some in holders for worker in some if row.place(worker) is None]
         if others:
             raise ValueError(
@@ -174,7 +175,7 @@ def _layout_of(parameter: Tensor) -> Layout | None:
     sharding, sharing = sharding_of(parameter), shared_by(parameter)
     if sharding is not None:
         return Layout.balanced(sharding.partition, (sharding.partition.size,))
-    return None if sharing is None else Layout.whole(sharing, (), shared=True)
+    return None if sharing is None else shared_whole(sharing, ())
 
 
 @kept_in_job

@@ -195,13 +195,13 @@ def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -
     return {"x": x, **kept, "along": rest, "square": square, "scale": scale, "residual": residual}
 
 
-def _advanced(values: Values, x: Tensor, rest: Any, slope: Tensor, space: Space) -> Values:
+def _advanced(values: Values, x: Tensor, rest: Any, gradient: Tensor, space: Space) -> Values:
     """The values after a step, with the next direction, conjugate to those before."""
-    new, scale = space.inner(slope, slope), values["scale"]
+    new, scale = space.inner(gradient, gradient), values["scale"]
     return {
         "x": x,
         "rest": rest,
-        "along": slope + _ratio(new, values["square"]) * values["along"],
+        "along": gradient + _ratio(new, values["square"]) * values["along"],
         "square": new,
         "scale": scale,
         "residual": _ratio(new, scale).sqrt(),
@@ -264,11 +264,7 @@ def power_iteration(
 
 @torch.no_grad()
 def largest_eigenvalue(
-    operator: Map,
-    x: Tensor,
-    space: Space,
-    max_iterations: int,
-    tolerance: float,
+    operator: Map, x: Tensor, space: Space, max_iterations: int, tolerance: float
 ) -> float:
     """That of a self-adjoint positive operator, from an image that is not zero."""
     x, found = x / float(space.norm(x)), 0.0
