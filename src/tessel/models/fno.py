@@ -111,7 +111,7 @@ class FNO(Model, torch.nn.Module):
         self.agree_on_form(blocks=blocks, modes=str(self.modes), dtype=kind)
         usual = usual_convolution(P_x, self.width, self.modes, kind).operator
         # Of the first worker: all have the same parameters then, whatever their random seeds.
-        seed = usual.agreed_number(int(torch.randint(2**62, ())))
+        seed = usual.agreed_number(int(torch.randint(2**62, (), device="cpu")))
         mixing = partial(Mixing, generator=torch.Generator().manual_seed(seed), dtype=kind)
         self.lift = mixing(self.width, self.in_channels)
         # Each spectral weight draws by a generator of its own, of which workers keep their parts.
