@@ -195,12 +195,9 @@ class _OfOneValue(_TensorMovement):
                 f"gather it first"
             )
         shape: Shape = same(dict(shapes), "shape", self.label)
-        whole = shared_whole(self.P_x, shape)
         if self.name == "scatter":
-            return Move(whole, shard_layout(self.P_x, shape, self.place(len(shape))))
-        # From one shared value to separate copies, where nothing moves, or back: their sum.
-        copies = Replicate(whole, replace(whole, shared=()))
-        return copies if self.name == "copy" else copies.H
+            return scattering(self.P_x, shape, self.place(len(shape)))
+        return (copying if self.name == "copy" else reducing)(self.P_x, shape)
 
 
 class _Gather(_TensorMovement):
@@ -226,6 +223,24 @@ class _Gather(_TensorMovement):
             assert isinstance(self.state, Sharding)
             return self.state.dim
         return super().place(ndim)
+
+
+@kept_in_job
+def copying(partition: Partition, shape: Shape) -> LinearOperator:
+    """The operator from a shared value to separate copies of it: nothing moves."""
+    shared = shared_whole(partition, shape)
+    return Replicate(shared, replace(shared, shared=()))
+
+
+def reducing(partition: Partition, shape: Shape) -> LinearOperator:
+    """The operator from separate values to their sum, a shared value: an all-reduce."""
+    return copying(partition, shape).H
+
+
+@kept_in_job
+def scattering(partition: Partition, shape: Shape, dim: int) -> Move:
+    """The operator from a whole shared value to balanced shards along a dimension."""
+    return Move(shared_whole(partition, shape), shard_layout(partition, shape, dim))
 
 
 @kept_in_job

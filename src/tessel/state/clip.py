@@ -141,7 +141,7 @@ def clip_grad_norm_(
     found = list(_named(parameters))
     settings = f"{max_norm=!r}, {norm_type=!r}, {error_if_nonfinite=!r}"
     with torch.no_grad():
-        total = _total(found, float(norm_type), partition, settings)
+        total = total_norm(found, float(norm_type), partition, settings)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(NOT_FINITE.format(norm_type))
         torch.nn.utils.clip_grads_with_norm_(
@@ -187,7 +187,7 @@ def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ..
     return tuple(counted), tuple(tuple(layout.holders(places[worker])) for worker in counted)
 
 
-def _total(
+def total_norm(
     found: Sequence[Named], norm_type: float, partition: Partition | None, settings: str
 ) -> Tensor:
     """The norm of the whole model, of the dtype and on the device that torch gives it.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.distributed.torch_call import tensors_in
 from tessel.state.parts import (
     StateCollector,
     kinds,
@@ -225,7 +226,7 @@ class _Entry:
         """Where it lies: as its parameter; None for what is the same for all shards."""
         value = self.value
         if not isinstance(value, Tensor):
-            return self._of_parameter if _has_tensors(value) else None
+            return self._of_parameter if tensors_in(value) else None
         # the step may be a tensor, and of one dimension
         is_number = value.dim() == 0 or (self.path[1] == "step" and value.numel() == 1)
         return None if is_number else self._of_parameter
@@ -241,7 +242,7 @@ class _Entry:
         """What keeps it from being put together or taken apart, or nothing."""
         what = f"the value {self.path[1]!r} of an optimizer for {self.name}"
         if not isinstance(self.value, Tensor):
-            several = self._some_apart and _has_tensors(self.value)
+            several = self._some_apart and tensors_in(self.value)
             return f"{what} holds several tensors; how they lie is not known" if several else ""
         if self.layout is None:
             return ""
@@ -266,12 +267,6 @@ def _with_values(state: Mapping[str, Any], values: Mapping[tuple[Any, str], Any]
     for (key, what), value in values.items():
         replaced[key][what] = value
     return {**state, "state": replaced}
-
-
-def _has_tensors(value: Any) -> bool:
-    inner = value.values() if isinstance(value, Mapping) else value
-    several = isinstance(value, Mapping | list | tuple)
-    return several and any(isinstance(each, Tensor) or _has_tensors(each) for each in inner)
 
 
 def _like(state: Mapping[str, Any], values: dict[str, Any]) -> State:
