@@ -79,7 +79,7 @@ class DistributedContext:
             if value not in choices:
                 known = ", ".join(map(repr, choices))
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        check_sharding(sharding)
+        check_choice("sharding", sharding, SHARDINGS)
         self.backend = backend
         self.sharding = sharding
         self.seed = seed
@@ -328,7 +328,7 @@ def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> l
     >>> local_indices(5, 0, 2, "round_robin"), local_indices(5, 0, 2, "block")
     ([0, 2, 4], [0, 1, 2])
     """
-    check_sharding(sharding)
+    check_choice("sharding", sharding, SHARDINGS)
     if num_items < 0:
         raise ValueError(f"the number of items must be 0 or more, got {num_items}")
     if not 0 <= worker < workers:
@@ -344,7 +344,7 @@ def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
     >>> owner(2, 5, 2, "round_robin"), owner(3, 5, 2, "block")
     (0, 1)
     """
-    check_sharding(sharding)
+    check_choice("sharding", sharding, SHARDINGS)
     if not 0 <= item < num_items:
         raise ValueError(f"expected an item from 0 to {num_items - 1}, got {item}")
     if sharding == "round_robin":
@@ -352,10 +352,10 @@ def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
     return boxes.balanced_place(num_items, workers, item)
 
 
-def check_sharding(sharding: str) -> None:
-    """Raise ValueError unless there is a sharding of this name."""
-    if sharding not in SHARDINGS:
-        raise ValueError(f"sharding must be one of {', '.join(SHARDINGS)}, got {sharding!r}")
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless a value is one of those that there are."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def seed_of(seed: int, item: int, call: int = 0) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tessel.core import Layout, Shape, Signature, agree, anchored_zeros, total
-from tessel.imaging.context import DistributedContext
+from tessel.imaging.context import DistributedContext, check_choice
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
     check_common,
@@ -103,7 +103,7 @@ class DistributedDataFidelity:
         reduction: str = "sum",
         shared: Mapping[str, Any] | None = None,
     ) -> None:
-        check_reduction(reduction)
+        check_choice("reduction", reduction, REDUCTIONS)
         check_counts(physics.num_ops, measurements.num_items)
         self.ctx = ctx
         self.physics = physics
@@ -207,12 +207,6 @@ class DistributedDataFidelity:
 
     def __repr__(self) -> str:
         return self._label
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise ValueError unless there is a reduction of this name."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
 
 
 @dataclass(frozen=True)

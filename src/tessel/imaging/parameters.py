@@ -371,29 +371,18 @@ def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given
     return ""
 
 
-_noticed: ContextVar[list[str] | None] = ContextVar("_noticed", default=None)
-
-
-@contextmanager
-def noticing(problems: list[str]) -> Iterator[None]:
-    """Put what `known` finds wrong into this list until the block ends.
-
-    One worker may find something and others wait for what it computes: it goes on, and all raise.
-    """
-    token = _noticed.set(problems)
-    try:
-        yield
-    finally:
-        _noticed.reset(token)
+# What `known` finds wrong: one worker may find something while others wait for what it computes, so
+# that it goes on, and all raise afterwards. None: it raises at once.
+noticed: ContextVar[list[str] | None] = ContextVar("noticed", default=None)
 
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     """The result; it is wrong if a gradient goes to a parameter that is not found in `users`."""
     if torch.is_grad_enabled() and transport.num_workers() > 1:
         problem = stray_problem([result], users, (), given)
-        noticed = _noticed.get()
-        if problem and noticed is None:
+        problems = noticed.get()
+        if problem and problems is None:
             raise ValueError(f"an image in parts{problem}")
-        if problem and noticed is not None:
-            noticed.append(problem)
+        if problem and problems is not None:
+            problems.append(problem)
     return result

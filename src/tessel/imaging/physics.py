@@ -30,6 +30,7 @@ from tessel.core import (
     agree,
     anchored_zeros,
     same,
+    setting,
     shared_whole,
 )
 from tessel.imaging.context import DistributedContext, is_whole, local_indices
@@ -45,7 +46,7 @@ from tessel.imaging.parameters import (
     in_common,
     learned,
     needs_grad,
-    noticing,
+    noticed,
     stray_problem,
     tensors_of,
     within_reach,
@@ -496,7 +497,10 @@ class DistributedPhysics:
         At a first call an error of one operator is told to all workers: those without would wait.
         """
         try:
-            with noticing(call.problems), computing_with(call.copies, call.users) as parameters:
+            with (
+                setting(noticed, call.problems),
+                computing_with(call.copies, call.users) as parameters,
+            ):
                 yield parameters
         except MISFITS as error:
             # Operators on parts may raise in the middle of a movement: nobody can be told then.

@@ -25,7 +25,7 @@ from tessel.core import (
     grad_alike,
     shared_whole,
 )
-from tessel.imaging.context import DistributedContext, is_whole
+from tessel.imaging.context import DistributedContext, check_choice, is_whole
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,
@@ -284,11 +284,7 @@ class DistributedProcessing(torch.nn.Module):
         checkpoint_preserve_rng_state: bool = True,
     ) -> None:
         super().__init__()
-        if checkpoint_batches not in CHECKPOINTING:
-            raise ValueError(
-                f"checkpoint_batches must be one of {', '.join(CHECKPOINTING)}, "
-                f"got {checkpoint_batches!r}"
-            )
+        check_choice("checkpoint_batches", checkpoint_batches, CHECKPOINTING)
         if strategy is not None and max_batch_size is not None:
             raise ValueError(
                 f"max_batch_size={max_batch_size} is for the tiling of this library: the strategy "

@@ -31,8 +31,8 @@ from tessel.core import (
     tell,
     total,
 )
-from tessel.imaging.context import DistributedContext
-from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.context import DistributedContext, check_choice
+from tessel.imaging.fidelity import REDUCTIONS, DistributedDataFidelity
 from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import LocalTensors
 from tessel.imaging.parameters import anchor_of, depending_on
@@ -80,11 +80,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         factory_kwargs: Mapping[str, Any] | None = None,
         gather_strategy: str = "concatenated",
     ) -> None:
-        if gather_strategy not in GATHER_STRATEGIES:
-            raise ValueError(
-                f"gather_strategy must be one of {', '.join(GATHER_STRATEGIES)}, "
-                f"got {gather_strategy!r}"
-            )
+        check_choice("gather_strategy", gather_strategy, GATHER_STRATEGIES)
         super().__init__(ctx, num_operators, factory, factory_kwargs)
         self._kinds: dict[tuple[int, ...], list[list[Kind]]] = {}  # of all workers, by checksums
         # The names of deepinv for what has other names in the document.
@@ -404,7 +400,7 @@ class DistributedStackedFidelity(torch.nn.Module):
         reduction: str = "sum",
     ) -> None:
         super().__init__()
-        check_reduction(reduction)
+        check_choice("reduction", reduction, REDUCTIONS)
         self.ctx = ctx
         self.reduction = reduction
         self.num_operators = num_operators

@@ -37,7 +37,7 @@ from tessel.core import (
     replicate,
     shared_whole,
 )
-from tessel.imaging.context import is_whole
+from tessel.imaging.context import check_choice, is_whole
 from tessel.tensor import periodic_halo
 from tessel.transport import kept_in_job
 
@@ -187,8 +187,7 @@ class FilterWindow:
     stride: int = 1
 
     def __post_init__(self) -> None:
-        if self.padding not in PADDINGS:
-            raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {self.padding!r}")
+        check_choice("padding", self.padding, PADDINGS)
         if self.stride < 1 or any(size < 1 for size in self.sizes):
             raise ValueError(
                 f"a kernel needs sizes and a stride of at least 1, got {self.sizes} and "
