@@ -120,13 +120,13 @@ class PartSampler(Sampler[list[int]]):
                     if outside:
                         raise IndexError(f"there are {self.length} samples, got {outside[0]}")
                 self._order = tell(everyone, own)[0]
-            order = torch.tensor(self._order, dtype=torch.int64)
+            order = torch.tensor(self._order, dtype=torch.int64, device="cpu")
         elif self.shuffle:
             # By the seed and the epoch: nobody has to send an order, or to remember the last one.
             generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
-            order = torch.randperm(self.length, generator=generator)
+            order = torch.randperm(self.length, generator=generator, device="cpu")
         else:
-            order = torch.arange(self.length)
+            order = torch.arange(self.length, device="cpu")
         last = len(order) - self.batch_size if self.drop_last else len(order) - 1
         return (
             order[start : start + self.batch_size].tolist()

@@ -380,5 +380,5 @@ def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Two small positive tensors, as a distance of counts or intensities takes them."""
     generator = torch.Generator().manual_seed(3)
     # Two images, two channels, even sizes: both halves along each dimension have values.
-    first, second = (0.1 + torch.rand((2, 2, 4, 6), generator=generator) for _ in range(2))
-    return first.to(device), second.to(device)
+    draw = partial(torch.rand, (2, 2, 4, 6), generator=generator, device="cpu")
+    return (0.1 + draw()).to(device), (0.1 + draw()).to(device)

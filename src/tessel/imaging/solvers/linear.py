@@ -317,9 +317,9 @@ def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
     # One random number for each index of each dimension: every worker draws all of them, which are
     # few, and none depends on how the image is split.
     generator = torch.Generator().manual_seed(0)
-    angle = torch.zeros((), dtype=torch.float64)
+    angle = torch.zeros((), dtype=torch.float64, device="cpu")
     for length, (start, stop) in zip(layout.shape, box, strict=True):
-        turns = torch.rand(length, generator=generator, dtype=torch.float64)
+        turns = torch.rand(length, generator=generator, dtype=torch.float64, device="cpu")
         angle = angle.unsqueeze(-1) + 2 * math.pi * turns[start:stop]
     wave = torch.polar(torch.ones_like(angle), angle) if dtype.is_complex else angle.cos()
     return wave.to(dtype)

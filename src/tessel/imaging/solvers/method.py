@@ -138,7 +138,7 @@ class Space:
         if not flags or self.workers.size == 1:
             return list(flags)
         # A sum, not an exchange of objects: the transport has this in one message.
-        said = self.sum(torch.tensor([float(flag) for flag in flags]))
+        said = self.sum(torch.tensor([float(flag) for flag in flags], device="cpu"))
         return [count > 0 for count in said.tolist()]
 
     def _own(self, number: Tensor) -> Tensor:
