@@ -18,7 +18,7 @@ import zarr
 
 import tessel
 from tessel.core.layout import Cut, Layout
-from tessel.data import files, zarr_format
+from tessel.data import files, formats, zarr_format
 from tessel.tensor import Tensor
 from tessel.testing import count_traffic
 
@@ -227,11 +227,11 @@ def test_signs_of_zeros_and_strides(tmp_path: Path) -> None:
 
 
 def told(write: Any) -> Any:
-    """An error of writing: it is given, not raised, as others wait to move what comes next."""
+    """An error of writing: it is raised at the end, as others wait to move what comes next."""
 
-    def wrong(*args: Any) -> OSError:
+    def wrong(*args: Any) -> None:
         write(*args)
-        return OSError("no space left")
+        raise OSError("no space left")
 
     return wrong
 
@@ -247,7 +247,7 @@ def some_fail(folder: str, name: str) -> None:
         raise OSError("no space left")
 
     form = files.ZarrFormat if name.endswith("zarr") else files.CheckpointFormat
-    for rank, owner, method in ((1, form, "write"), (0, form, "prepare"), (0, files, "commit")):
+    for rank, owner, method in ((1, form, "write"), (0, form, "prepare"), (0, formats, "commit")):
         right = getattr(owner, method)
         if P.rank == rank:
             setattr(owner, method, told(right) if method == "write" else fail)

@@ -427,3 +427,11 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its layout is"):
         PartLoader(PartDataset(source, Layout.split(grid, (3, 6, 4), (1, 2, 3))))
     assert list(PartLoader(PartDataset(FromArray(images()[:0]), grid))) == []
+
+
+def test_the_order_does_not_depend_on_the_default_device() -> None:
+    orders = []
+    for device in ("cpu", "meta"):  # a tensor of ours on "meta" would have no values
+        with torch.device(device):
+            orders.append(list(PartSampler(5, tessel.world(), 2, shuffle=True, seed=1)))
+    assert orders[0] == orders[1]

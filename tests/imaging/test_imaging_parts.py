@@ -20,7 +20,7 @@ from tessel.imaging import (
     DistributedPrior,
     DistributedSignalStrategy,
 )
-from tessel.imaging.fidelity import PartFidelity
+from tessel.imaging.fidelity import L2, PartFidelity
 from tessel.imaging.parts import (
     Convolution,
     Decimation,
@@ -721,6 +721,14 @@ class RowNorms:
 
     def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
         return torch.linalg.vector_norm(physics.A(x) - y, dim=-1).sum()
+
+
+def test_trials_do_not_depend_on_the_default_device() -> None:
+    layout = Layout.balanced(tessel.world(), (12,))
+    with torch.device("meta"):  # a tensor of ours would have no values there
+        assert PartFidelity(L2()).is_separable and not PartFidelity(L2()).problem
+        wave = wave_in(layout, torch.float64)
+    assert torch.equal(wave, wave_in(layout, torch.float64))
 
 
 def test_which_fidelities_add_up() -> None:

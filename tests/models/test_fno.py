@@ -503,3 +503,14 @@ def test_inside_of_a_converted_model(run: Run) -> None:
     (alone,) = run(check_inside_of_a_model, (1, 1, 1, 1), nprocs=1)
     for spread in run(check_inside_of_a_model, (1, 1, 3, 1), nprocs=3):
         close("output", spread, alone, 1e-12)
+
+
+def test_parameters_do_not_depend_on_the_default_device() -> None:
+    P_x = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+    models = []
+    for device in ("cpu", "meta"):  # a tensor of ours on "meta" would have no values
+        torch.manual_seed(3)
+        with torch.device(device):
+            models.append(FNO(P_x, 1, 1, width=2, modes=2, blocks=1))
+    pairs = zip(*(each.state_dict().values() for each in models), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)

@@ -20,6 +20,7 @@ from tessel.core.boxes import Box as Box
 from tessel.core.boxes import Interval as Interval
 from tessel.core.boxes import Region as Region
 from tessel.core.checksum import checksum_of as checksum_of
+from tessel.core.context import setting as setting
 from tessel.core.layout import Cut as Cut
 from tessel.core.layout import Layout as Layout
 from tessel.core.layout import Shape as Shape
@@ -31,6 +32,7 @@ from tessel.core.shared import Replicate as Replicate
 from tessel.core.shared import anchored_zeros as anchored_zeros
 from tessel.core.shared import grad_alike as grad_alike
 from tessel.core.shared import replicate as replicate
+from tessel.core.shared import shared_whole as shared_whole
 from tessel.core.shared import total as total
 from tessel.core.windows import Mirrored as Mirrored
 from tessel.core.windows import ReceptiveField as ReceptiveField

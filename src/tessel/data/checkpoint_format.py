@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ class CheckpointFormat(Format):
     would exchange plans as pickles.
     """
 
+    marks = (".metadata",)
+
     def check(self, state: State) -> None:
         if [*state] == [(ALONE,)]:
             raise ValueError(
@@ -42,53 +42,52 @@ class CheckpointFormat(Format):
     def prepare(self, folder: Path, state: State) -> None:
         folder.mkdir()
 
-    def write(self, folder: Path, state: State) -> Exception | None:
+    def write(self, folder: Path, state: State) -> None:
         # imported here, since it takes half a second
-        from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
-        from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+        from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+        from torch.distributed.checkpoint.storage import WriteResult
 
         everyone = world()
-        keys_of = {".".join(keys) or ALONE: keys for keys in state}
-        layouts = {name: _once(state[keys].layout) for name, keys in keys_of.items()}
+        by_name = {".".join(keys) or ALONE: x for keys, x in state.items()}
+        # in its own layout, if that has each value once
+        layouts = {
+            name: own if (own := x.layout).owns_once else own.resized(own.shape).summed
+            for name, x in by_name.items()
+        }
+        plans, metadata = _plans(by_name, layouts)
+        metadata.planner_data = {".".join(keys) or ALONE: keys or (ALONE,) for keys in state}
         parts = {
-            name: Part.of(part_in(layout, state[keys_of[name]]), layout)
+            name: Part.of(part_in(layout, by_name[name]), layout)
             for name, layout in layouts.items()
         }
-        items = [
-            [
-                item
-                for name, layout in layouts.items()
-                if is_writer(layout, worker)
-                # all parts of an empty tensor are the same piece
-                and (0 not in layout.shape or worker == layout.partition.ranks[0])
-                for item in _outline(state[keys_of[name]], layout, worker).__create_write_items__(
-                    name, None
-                )
-            ]
-            for worker in everyone.ranks
-        ]
-        plans, metadata = create_default_global_save_plan([SavePlan(each) for each in items])
-        metadata.planner_data = {name: keys or (ALONE,) for name, keys in keys_of.items()}
         writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
         planner.set_up_planner(parts, None, everyone.rank == 0)
         problem: Exception | None = None
         found: list[Any] = []
         try:
             writer.set_up_storage_writer(everyone.rank == 0)
-            own = writer.prepare_global_plan(plans)[everyone.rank or 0]
-            found = [
-                (each.index.fqn, tuple(each.index.offset or ()), each.size_in_bytes, *_info(each))
-                for each in writer.write_data(own, planner).value()
-            ]
+            plan = writer.prepare_global_plan(plans)[everyone.rank or 0]
+            # what a worker tells of each piece: its name, its place, and where its file has it
+            for each in writer.write_data(plan, planner).value():
+                index, at = each.index, each.storage_data
+                where = at.relative_path, at.offset, at.length
+                found.append((index.fqn, tuple(index.offset or ()), each.size_in_bytes, where))
         except Exception as error:  # whatever the storage raises is told to all workers
             problem = error
         told = tell(everyone, found).values()
-        if problem is None and everyone.rank == 0:
-            try:
-                writer.finish(metadata, [[_result(*each) for each in some] for some in told])
-            except Exception as error:  # as above
-                problem = error
-        return problem
+        if problem is not None:
+            raise problem
+        if everyone.rank == 0:
+            results = [
+                [
+                    WriteResult(MetadataIndex(name, torch.Size(at)), size, _StorageInfo(*where))
+                    for name, at, size, where in some
+                ]
+                for some in told
+            ]
+            writer.finish(metadata, results)
 
     def stored(self, folder: Path) -> dict[Keys, Stored]:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -114,41 +113,32 @@ class CheckpointFormat(Format):
             for keys, layout in layouts.items()
         }
         parts = {entries[keys][0]: Part.of(found[keys], layouts[keys]) for keys in layouts}
-        with _silence():  # each worker for itself: its metadata say where everything is
+        with warnings.catch_warnings():
+            # Each worker for itself: its metadata say where everything is. Torch would warn that
+            # there is one process, or that others are not asked.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(parts, storage_reader=checkpoint_reader(folder), no_dist=True)
         return found
 
 
-def _outline(x: Tensor, layout: Layout, worker: int) -> Part:
-    """The part of any worker, without values."""
-    box = layout.box(worker)
-    assert box is not None
-    shape = layout.shape_on(worker)
-    kind: Any = {"dtype": x.dtype, "requires_grad": x.requires_grad, "device": "meta"}
-    return Part(torch.empty(shape, **kind), layout.shape, tuple(start for start, _ in box))
+def _plans(state: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> tuple[list[Any], Any]:
+    """What each worker writes of tensors in their layouts, and the metadata of all of it."""
+    from torch.distributed.checkpoint import SavePlan
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
-
-def _info(result: Any) -> tuple[str, int, int]:
-    """In which file something was written, and where."""
-    place = result.storage_data
-    return place.relative_path, place.offset, place.length
-
-
-def _result(
-    name: str, offset: tuple[int, ...], size: int, path: str, start: int, length: int
-) -> Any:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    index = MetadataIndex(name, torch.Size(offset))
-    return WriteResult(index, size, _StorageInfo(path, start, length))
-
-
-def _once(layout: Layout) -> Layout:
-    """The layout in which a tensor is written: its own, if it has each value once."""
-    shared = tuple(sorted({*layout.shared, *layout.separate}))
-    return replace(layout if layout.owns_once else layout.resized(layout.shape), shared=shared)
+    plans = []
+    for worker in world().ranks:
+        items: list[Any] = []
+        for name, x in state.items():
+            layout = layouts[name]
+            kind: Any = {"dtype": x.dtype, "requires_grad": x.requires_grad, "device": "meta"}
+            # all parts of an empty tensor are the same piece
+            is_piece = 0 not in layout.shape or worker == layout.partition.ranks[0]
+            if is_piece and is_writer(layout, worker):
+                outline = Part.of(torch.empty(layout.shape_on(worker), **kind), layout, worker)
+                items += outline.__create_write_items__(name, None)
+        plans.append(SavePlan(items))
+    return create_default_global_save_plan(plans)
 
 
 def _entries(folder: Path) -> dict[Keys, tuple[str, Any]]:
@@ -165,11 +155,3 @@ def _entries(folder: Path) -> dict[Keys, tuple[str, Any]]:
             entry,
         )
     return found
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Without torch's warning that there is one process, or that others are not asked."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

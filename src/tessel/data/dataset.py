@@ -75,7 +75,8 @@ class PartDataset(Dataset[Any]):
     ) -> None:
         self._sources: list[Source]
         self._sources, form = tree_flatten(sources)
-        # the place of each source among them, in their form
+        # The place of each source among them, in their form: all that has this form, as samples,
+        # parts and layouts, is put into lists by it, and back.
         self._form = tree_unflatten([*range(len(self._sources))], form)
         if not self._sources or not all(isinstance(each, Source) for each in self._sources):
             raise TypeError(
@@ -122,10 +123,25 @@ class PartDataset(Dataset[Any]):
 
     def layouts(self, index: int) -> list[Layout]:
         """How the arrays of a sample lie, in which all other axes have shared copies."""
-        return [
-            self._layout(number, tuple(source.shape_of(index)))
-            for number, source in enumerate(self._sources)
-        ]
+        found = []
+        for number, (source, where) in enumerate(zip(self._sources, self._where, strict=True)):
+            shape = tuple(source.shape_of(index))
+            if (number, shape) not in self._layouts:
+                if isinstance(where, Layout):
+                    if where.shape != shape:
+                        raise ValueError(f"a sample has the shape {shape}, its layout is {where}")
+                    layout = where
+                else:
+                    if len(shape) > where.dim:
+                        raise ValueError(
+                            f"the last axes of {where} split the last dimensions of a sample, got "
+                            f"one of shape {shape}; pass a tessel.Layout of it as where="
+                        )
+                    layout = Layout.split(where, shape, range(where.dim - len(shape), where.dim))
+                shared = tuple(sorted({*layout.shared, *layout.separate}))
+                self._layouts[number, shape] = replace(layout, shared=shared)
+            found.append(self._layouts[number, shape])
+        return found
 
     @property
     def batch_axis(self) -> int | None:
@@ -147,6 +163,7 @@ class PartDataset(Dataset[Any]):
                         f"and {other.shape} of sample {index}; use batch_size=1, or a transform"
                     )
         axis, count = self.batch_axis, len(indices)
+        # The last batch of an epoch may be short: balanced shares, of which some may be empty.
         cut = Cut.whole(count)
         if axis is not None:
             cut = Cut((axis,), boxes.balanced(count, self.partition.shape[axis]))
@@ -159,24 +176,6 @@ class PartDataset(Dataset[Any]):
             )
             for each in layouts
         ]
-
-    def _layout(self, number: int, shape: Shape) -> Layout:
-        if (number, shape) not in self._layouts:
-            where, grid = self._where[number], self.partition
-            if isinstance(where, Layout):
-                if where.shape != shape:
-                    raise ValueError(f"a sample has the shape {shape}, its layout is {where}")
-                layout = where
-            else:
-                if len(shape) > grid.dim:
-                    raise ValueError(
-                        f"the last axes of {grid} split the last dimensions of a sample, got one "
-                        f"of shape {shape}; pass a tessel.Layout of it as where="
-                    )
-                layout = Layout.split(grid, shape, range(grid.dim - len(shape), grid.dim))
-            shared = tuple(sorted({*layout.shared, *layout.separate}))
-            self._layouts[number, shape] = replace(layout, shared=shared)
-        return self._layouts[number, shape]
 
     def __getitem__(self, index: int) -> Any:
         return self.read(index, seed=index)
@@ -206,29 +205,26 @@ class PartDataset(Dataset[Any]):
             parts.append(source.read(index, read[-1]))
         # Where nobody has values there is nothing to transform, which many functions would refuse.
         if self._transform is not None and any(part.numel() for part in parts):
-            parts = self._transformed(
-                parts, SamplePart(index, self._formed(read), _generator(seed))
-            )
+            place = SamplePart(index, self._formed(read), torch.Generator().manual_seed(seed))
+            made = self._for_each(self._transform(self._formed(parts), place))
+            for part, new in zip(parts, made, strict=True):
+                kinds = [
+                    (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each
+                    for each in (part, new)
+                ]
+                if kinds[0] != kinds[1]:
+                    raise ValueError(
+                        f"a transform keeps shapes and dtypes: expected {kinds[0]}, got "
+                        f"{kinds[1]}; sources take a dtype=, and shapes are changed in batches: "
+                        f"x[:, None]"
+                    )
+            parts = [each.detach() for each in made]
+        # The halo was for the transform: this worker keeps what it made of its own part.
         cropped = (
             part[boxes.within(box, around)].contiguous()
             for part, box, around in zip(parts, own, read, strict=True)
         )
         return self._formed([*cropped])
-
-    def _transformed(self, parts: list[torch.Tensor], place: SamplePart) -> list[torch.Tensor]:
-        assert self._transform is not None
-        found = self._for_each(self._transform(self._formed(parts), place))
-        for part, new in zip(parts, found, strict=True):
-            kinds = [
-                (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each
-                for each in (part, new)
-            ]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"a transform keeps shapes and dtypes: expected {kinds[0]}, got {kinds[1]}; "
-                    f"sources take a dtype=, and shapes are changed in batches: x[:, None]"
-                )
-        return [each.detach() for each in found]
 
     def _formed(self, values: Sequence[Any]) -> Any:
         return tree_map(lambda place: values[place], self._form)
@@ -237,7 +233,3 @@ class PartDataset(Dataset[Any]):
         """The arrays of a batch of samples that were read."""
         arrays = zip(*(self._for_each(each) for each in samples), strict=True)
         return [each[0][None] if len(each) == 1 else torch.stack(each) for each in arrays]
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)

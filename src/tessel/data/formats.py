@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from tessel.core.agreement import tell
 from tessel.core.layout import Layout, Shape
+from tessel.core.partition import world
+from tessel.data.together import together
+from tessel.state.tensor_file import commit
 from tessel.tensor import Tensor
 
 Keys = tuple[str, ...]  # of a tensor in dicts of dicts; () for one that is alone
 State = Mapping[Keys, Tensor]
+
+
+def flattened(x: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """All values in dicts of dicts, and where they are."""
+    if not isinstance(x, Mapping):
+        yield keys, x
+        return
+    for key, value in x.items():
+        if not isinstance(key, str):
+            raise TypeError(f"names of tensors are text, got {key!r}")
+        yield from flattened(value, (*keys, key))
+
+
+def nested(found: Mapping[Keys, Any]) -> Any:
+    """Values in dicts of dicts, by where they are: the inverse of `flattened`."""
+    if () in found:
+        return found[()]
+    outer: dict[str, Any] = {}
+    for keys, value in found.items():
+        holder = outer
+        for key in keys[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[keys[-1]] = value
+    return outer
+
+
+def said_of(keys: Keys, given: Any) -> Any:
+    """What is given for one tensor, in dicts of the same form, or for all; None if nothing is."""
+    for key in keys:
+        given = given.get(key) if isinstance(given, Mapping) else given
+    return given
 
 
 class Stored(NamedTuple):
@@ -27,6 +64,52 @@ class Stored(NamedTuple):
 class Format(ABC):
     """A format of folders. Only `write` communicates."""
 
+    marks: ClassVar[tuple[str, ...]]  # files by which its folders are known
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Whether a folder is one of this format."""
+        return any((folder / name).exists() for name in cls.marks)
+
+    def save(self, call: str, folder: Path, state: State) -> None:
+        """Write a folder under another name, which gets its own when all workers have written it.
+
+        What had the name is removed then, and not before. All workers raise if one cannot.
+        """
+        everyone = world()
+        is_first = everyone.rank == 0
+        # in the folder of the first worker, as others may have another working directory
+        names = tell(everyone, str(folder.with_name(f".{folder.name}.{os.urandom(6).hex()}")))
+        unfinished = Path(names[everyone.ranks[0]])
+        old = unfinished.with_name(f"{unfinished.name}.old")
+        try:
+            with together(call):
+                if is_first:
+                    unfinished.parent.mkdir(parents=True, exist_ok=True)
+                    self.prepare(unfinished, state)
+            with together(call):
+                if not unfinished.is_dir():
+                    raise FileNotFoundError(
+                        f"there is no {unfinished}, which worker 0 has made: all workers need to "
+                        f"share the file system"
+                    )
+            with together(call):
+                self.write(unfinished, state)
+            with together(call):
+                if is_first:
+                    if folder.exists():
+                        os.rename(folder, old)
+                    try:
+                        commit(unfinished, folder)
+                    except OSError:  # what was there before is better than nothing
+                        if old.exists():
+                            os.rename(old, folder)
+                        raise
+                    shutil.rmtree(old, ignore_errors=True)
+        finally:
+            if is_first:  # unless it has got its name
+                shutil.rmtree(unfinished, ignore_errors=True)
+
     @abstractmethod
     def check(self, state: State) -> None:
         """Raise if there is something that it cannot keep, or no package for it."""
@@ -36,8 +119,11 @@ class Format(ABC):
         """Make the folder, on the first worker."""
 
     @abstractmethod
-    def write(self, folder: Path, state: State) -> Exception | None:
-        """Write this worker's boxes, on all workers at once; what went wrong here."""
+    def write(self, folder: Path, state: State) -> None:
+        """Write this worker's boxes, on all workers at once.
+
+        What goes wrong is raised at the end, as others wait for this worker's parts before.
+        """
 
     @abstractmethod
     def stored(self, folder: Path) -> dict[Keys, Stored]:

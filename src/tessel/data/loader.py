@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tessel.core.layout import Layout
 from tessel.data.dataset import PartDataset
 from tessel.data.sampler import PartSampler, mixed
-from tessel.data.together import kind_of, raise_together
+from tessel.data.together import kind_of, together
 from tessel.tensor import Tensor
 
 Parts = list[torch.Tensor]
@@ -73,11 +72,10 @@ class PartLoader:
         device: torch.device | str | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
-        facts, error, length, axis = "", None, 0, None
-        try:
+        with together("PartLoader") as facts:
             length, axis = len(dataset), dataset.batch_axis
             shapes = [each.identity for each in dataset.layouts(0)] if length else []
-            facts = f"{length} samples of {dataset.dtypes} in {shapes} on {kind_of(device)}"
+            facts.append(f"{length} samples of {dataset.dtypes} in {shapes} on {kind_of(device)}")
             if num_workers < 0 or prefetch_factor < (num_workers > 0):
                 raise ValueError(
                     f"num_workers and prefetch_factor from 0 on are needed, and processes read at "
@@ -87,9 +85,6 @@ class PartLoader:
                 raise ValueError("multiprocessing_context is for num_workers of 1 or more")
             if pin_memory and not torch.accelerator.is_available():
                 raise ValueError("pin_memory=True is for workers with a GPU, and there is none")
-        except Exception as raised:  # whatever a source raises is told to all workers
-            error = raised
-        raise_together("PartLoader", facts, error)
         self.dataset = dataset
         self.sampler = PartSampler(
             length,
@@ -128,46 +123,46 @@ class PartLoader:
         self.sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
+        # Requests run ahead of the batches that are given, by as many as are read ahead.
         batches, copies = tee(self.sampler.batches())
-        requests = map(self._request, copies)
-        read = self._by_processes if self._processes else self._by_thread
-        with closing(read(requests)) as outcomes:
+        seed, epoch = self.sampler.seed, self.sampler.epoch
+        requests = (
+            Request(own, [mixed(seed, epoch, index) for index in own])
+            for own in map(self.sampler.local, copies)
+        )
+        with closing(self._outcomes(requests)) as outcomes:
             # batches first: those of processes do not end
             for batch, outcome in zip(batches, outcomes, strict=False):
-                found = self._agreed(batch, outcome)
+                with together(f"tessel.data: samples {batch} of epoch {self.epoch}") as facts:
+                    layouts = self.dataset.batch_layouts(batch)
+                    facts.append(repr([each.shape for each in layouts]))
+                    kinds = zip(layouts, self.dataset.dtypes, strict=True)
+                    parts = outcome() or [torch.empty(a.local_shape, dtype=b) for a, b in kinds]
+                if self._device is not None:
+                    parts = [each.to(self._device, non_blocking=True) for each in parts]
+                found = [Tensor(*each) for each in zip(parts, layouts, strict=True)]
                 self.sampler.advance(batch)
-                yield found
+                yield self.dataset._formed(found)
         self.sampler.finish()
 
-    def _request(self, batch: list[int]) -> Request:
-        own, epoch = self.sampler.local(batch), self.sampler.epoch
-        return Request(own, [mixed(self.sampler.seed, epoch, index) for index in own])
+    def _outcomes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
+        """What gives the parts of each batch, or raises: read by processes, a thread, or now."""
 
-    def _agreed(self, batch: list[int], outcome: Outcome) -> Any:
-        """A batch of spread tensors, or an error on all workers."""
-        layouts: list[Layout] = []
-        parts, facts, error = None, "", None
-        try:
-            layouts = self.dataset.batch_layouts(batch)
-            facts = repr([each.shape for each in layouts])
-            parts = outcome()
-            if parts is None:
-                parts = [
-                    torch.empty(each.local_shape, dtype=dtype)
-                    for each, dtype in zip(layouts, self.dataset.dtypes, strict=True)
-                ]
-        except Exception as raised:  # whatever a source raises is told to all workers
-            error = raised
-        raise_together(f"tessel.data: samples {batch} of epoch {self.epoch}", facts, error)
-        assert parts is not None
-        if self._device is not None:
-            parts = [each.to(self._device, non_blocking=True) for each in parts]
-        return self.dataset._formed(
-            [Tensor(part, layout) for part, layout in zip(parts, layouts, strict=True)]
-        )
+        def by_processes() -> Iterator[Parts | None]:
+            yield from DataLoader(
+                self._reader,
+                batch_size=None,
+                sampler=requests,
+                num_workers=self._processes,
+                prefetch_factor=self._ahead,
+                pin_memory=self._pins,
+                multiprocessing_context=self._context,
+                generator=torch.Generator(),  # and not a number of the user's
+            )
 
-    def _by_thread(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
-        """What is read by a thread, some batches ahead."""
+        if self._processes:
+            # They start when the first batch is asked for, where an error is told to all.
+            yield from repeat(partial(next, by_processes()))
         if not self._ahead:
             yield from (partial(self._read, request) for request in requests)
             return
@@ -184,26 +179,6 @@ class PartLoader:
                 yield ahead.popleft().result
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
-
-    def _by_processes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
-        """What is read by processes of torch's `DataLoader`."""
-
-        def parts() -> Iterator[Parts | None]:
-            loader: DataLoader[Any] = DataLoader(
-                self._reader,
-                batch_size=None,
-                sampler=requests,
-                num_workers=self._processes,
-                prefetch_factor=self._ahead,
-                pin_memory=self._pins,
-                multiprocessing_context=self._context,
-                generator=torch.Generator(),  # and not a number of the user's
-            )
-            yield from loader
-
-        # they start when the first batch is asked for, where an error is told to all
-        found = parts()
-        yield from repeat(partial(next, found))
 
     def _read(self, request: Request) -> Parts | None:
         parts = self._reader[request]

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from tessel.core import boxes
 from tessel.core.agreement import tell
 from tessel.core.partition import Partition, world
-from tessel.data.together import raise_together
+from tessel.data.together import together
 from tessel.tensor.shared_random import common_number
 
 
@@ -54,23 +54,24 @@ class PartSampler(Sampler[list[int]]):
         drop_last: bool = False,
         batch_axis: int | None = 0,
     ) -> None:
-        error = None
-        are_numbers = isinstance(batch_size, int) and isinstance(length, int)
-        if not are_numbers or batch_size < 1 or length < 0:
-            error = ValueError(
-                f"an integer batch_size from 1 on and a length from 0 on are needed, got "
-                f"{batch_size} and {length}"
-            )
-        if shuffle and sampler is not None:
-            error = ValueError("a sampler says the order: shuffle=True cannot be said beside it")
-        given = (length, partition, batch_size, shuffle, sampler is None, seed, drop_last)
-        raise_together("PartSampler", repr((*given, batch_axis)), error)
+        with together("PartSampler") as facts:
+            given = (length, partition, batch_size, shuffle, sampler is None, seed, drop_last)
+            facts.append(repr((*given, batch_axis)))
+            if shuffle and sampler is not None:
+                raise ValueError("a sampler says the order: shuffle=True cannot be said beside it")
+            are_numbers = isinstance(batch_size, int) and isinstance(length, int)
+            if not are_numbers or batch_size < 1 or length < 0:
+                raise ValueError(
+                    f"an integer batch_size from 1 on and a length from 0 on are needed, got "
+                    f"{batch_size} and {length}"
+                )
         self.length, self.partition, self.batch_size = length, partition, batch_size
         self.shuffle, self.sampler, self.drop_last = shuffle, sampler, drop_last
         self.batch_axis = batch_axis
         self.seed = common_number(world()) if seed is None else seed
         self.epoch = 0
-        self._taken = 0  # samples of this epoch
+        # In samples, not in batches: a resumed epoch may have another batch size, or other workers.
+        self._taken = 0
         self._resumes = False
         self._order: list[int] | None = None  # of this epoch, as the sampler gave it
 
@@ -108,36 +109,29 @@ class PartSampler(Sampler[list[int]]):
         if not self._resumes and self._taken:  # the last iteration was left before its end
             self.set_epoch(self.epoch + 1)
         self._resumes = False
-        place = f"seed {self.seed}, epoch {self.epoch} from sample {self._taken} on"
-        raise_together("the beginning of an epoch of tessel.data", place)
-        order, taken = self._epoch_order(), self._taken
+        with together("the beginning of an epoch of tessel.data") as facts:
+            facts.append(f"seed {self.seed}, epoch {self.epoch} from sample {self._taken} on")
+        if self.sampler is not None:
+            if self._order is None:  # not that of an epoch that goes on
+                everyone = world()
+                with together("the sampler of tessel.data"):  # others would wait for the order
+                    own = [int(index) for index in self.sampler] if everyone.rank == 0 else []
+                    outside = [index for index in own if not 0 <= index < self.length]
+                    if outside:
+                        raise IndexError(f"there are {self.length} samples, got {outside[0]}")
+                self._order = tell(everyone, own)[0]
+            order = torch.tensor(self._order, dtype=torch.int64, device="cpu")
+        elif self.shuffle:
+            # By the seed and the epoch: nobody has to send an order, or to remember the last one.
+            generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
+            order = torch.randperm(self.length, generator=generator, device="cpu")
+        else:
+            order = torch.arange(self.length, device="cpu")
         last = len(order) - self.batch_size if self.drop_last else len(order) - 1
         return (
             order[start : start + self.batch_size].tolist()
-            for start in range(taken, last + 1, self.batch_size)
+            for start in range(self._taken, last + 1, self.batch_size)
         )
-
-    def _epoch_order(self) -> torch.Tensor:
-        if self.sampler is None:
-            if not self.shuffle:
-                return torch.arange(self.length)
-            generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
-            return torch.randperm(self.length, generator=generator)
-        if self._order is None:
-            everyone = world()
-            own: list[int] = []
-            error: Exception | None = None
-            try:
-                if everyone.rank == 0:
-                    own = [int(index) for index in self.sampler]
-                outside = [index for index in own if not 0 <= index < self.length]
-                if outside:
-                    error = IndexError(f"there are {self.length} samples, got {outside[0]}")
-            except Exception as raised:  # told to all workers, who would wait for the order
-                error = raised
-            raise_together("the sampler of tessel.data", "", error)
-            self._order = tell(everyone, own)[0]
-        return torch.tensor(self._order, dtype=torch.int64)
 
     def local(self, batch: list[int]) -> list[int]:
         """The samples of a batch of which this worker has a part."""

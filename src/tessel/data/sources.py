@@ -64,6 +64,7 @@ class Source(ABC):
         )
         if not fits:
             raise IndexError(f"the box {box} does not lie in sample {index} of shape {shape}")
+        # A function of a user need not know about empty boxes, which workers at the end may have.
         if 0 in extent(box):
             return torch.empty(extent(box), dtype=self.dtype)
         found = as_tensor(self.fetch(index, box))
@@ -72,7 +73,11 @@ class Source(ABC):
                 f"sample {index} in the box {box}: expected values of shape {extent(box)}, got "
                 f"{tuple(found.shape)}"
             )
-        return _converted(found, self.dtype)
+        if found.dtype.is_complex and not self.dtype.is_complex:
+            raise ValueError(
+                f"{found.dtype} values have no form as {self.dtype}; read them as complex ones"
+            )
+        return found.to(self.dtype)
 
 
 class FromFunction(Source):
@@ -205,15 +210,17 @@ class LazyArray:
     def __init__(self, array: Any, key: str | None = None) -> None:
         self._open: Callable[[], Any] | None = None
         self._array, self._process = array, 0
+        # Asked for once, before forks: shape and dtype need no open file later.
         self._facts: tuple[Shape, torch.dtype] | None = None
         h5py = sys.modules.get("h5py")  # who has an array of it has imported it
         if isinstance(array, str | os.PathLike):
-            self._open = partial(_open_file, os.fspath(array), key)
+            self._open = partial(open_file, os.fspath(array), key)
         elif key is not None:
             raise TypeError(f"a key names an array in a file, and is not for {array!r}")
         elif h5py is not None and isinstance(array, h5py.Dataset):
             if Path(array.file.filename).exists():  # not one in memory alone
                 self._open = partial(_open_hdf5, array.file.filename, array.name)
+        # A view of a memmap has no offset of its own in the file, and cannot be opened again.
         elif isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
             kind: dict[str, Any] = {"dtype": array.dtype, "shape": array.shape}
             kind["order"] = "C" if array.flags.c_contiguous else "F"
@@ -264,7 +271,7 @@ class LazyArray:
         return self._name
 
 
-def _open_file(path: str, key: str | None) -> Any:
+def open_file(path: str, key: str | None) -> Any:
     """The array in a file, by what the file is."""
     if path.endswith(".npy"):
         if key is not None:
@@ -315,9 +322,3 @@ def as_tensor(found: Any) -> torch.Tensor:
     if not (array.flags.owndata and array.flags.c_contiguous and array.dtype.isnative):
         array = np.array(array, array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(array)
-
-
-def _converted(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if found.dtype.is_complex and not dtype.is_complex:
-        raise ValueError(f"{found.dtype} values have no form as {dtype}; read them as complex ones")
-    return found.to(dtype)

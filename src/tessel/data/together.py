@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from tessel.core.agreement import agree, same, tell
@@ -16,18 +19,24 @@ KINDS: tuple[type[Exception], ...] = (
 )
 
 
-def raise_together(call: str, facts: str, error: Exception | None = None) -> None:
-    """Raise on all workers of the job if one had an error, or if their facts differ.
+@contextmanager
+def together(call: str) -> Iterator[list[str]]:
+    """Raise on all workers of the job what a block raises on one, or if their facts differ.
 
-    One small exchange; texts travel only if all raise.
+    One small exchange after the block; texts travel only if all raise. The block gets a list for
+    the facts that must be equal on all workers; those of one that had an error do not count.
 
     Args:
         call: what is called, in the words of its user.
-        facts: what must be equal on all workers; of one that had an error it does not count.
-        error: what this worker caught.
     """
+    facts: list[str] = []
+    error: Exception | None = None
+    try:
+        yield facts
+    except Exception as raised:  # of a storage or a source, which may raise anything
+        error = raised
     everyone = world()
-    _, said = agree(everyone, call, numbers=(error is not None, code_of(facts)))
+    _, said = agree(everyone, call, numbers=(error is not None, code_of(" ".join(facts))))
     failed = [worker for worker, (has_failed, _) in said.items() if has_failed]
     if failed:
         number = next((k for k, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
@@ -37,7 +46,7 @@ def raise_together(call: str, facts: str, error: Exception | None = None) -> Non
         number, text = tell(everyone, (number, text))[failed[0]]
         raise KINDS[number](f"{call}: on worker {failed[0]}, {text}") from error
     if len({code for _, code in said.values()}) > 1:
-        same(tell(everyone, facts), "data", call)
+        same(tell(everyone, " ".join(facts)), "data", call)
 
 
 def kind_of(device: torch.device | str | None) -> str:

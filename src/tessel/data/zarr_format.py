@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.data.formats import Format, Keys, State, Stored, is_writer, part_in
+from tessel.data.formats import Format, Keys, State, Stored, is_writer, part_in, said_of
 from tessel.data.sources import as_tensor, needed, torch_dtype
 from tessel.transport import this_worker
 
@@ -26,6 +27,8 @@ class ZarrFormat(Format):
     Args:
         chunks: the lengths of chunks, or dicts of those; None for what fits the layout.
     """
+
+    marks = ("zarr.json", ".zarray", ".zgroup")
 
     def __init__(self, chunks: Sequence[int] | Mapping[str, Any] | None = None) -> None:
         self._chunks = chunks
@@ -60,21 +63,25 @@ class ZarrFormat(Format):
                 config={"write_empty_chunks": True},
             )
 
-    def write(self, folder: Path, state: State) -> Exception | None:
+    def write(self, folder: Path, state: State) -> None:
         zarr: Any = needed("zarr", folder)
-        problem = None
+        problem: Exception | None = None
         for keys, x in state.items():
             layout = self._aligned(keys, x)
+            # Whole chunks: two workers that write one chunk would each lose what the other wrote.
             part = part_in(layout, x)  # also after an error, as others wait for it
             if not is_writer(layout, this_worker()) or not part.numel() or problem is not None:
                 continue
             try:
                 config = {"write_empty_chunks": True}
                 array = zarr.open_array(folder, path="/".join(keys), mode="r+", config=config)
-                array[layout.local_slice() or ...] = _as_array(part)
+                plain = part.cpu().resolve_conj().resolve_neg().contiguous()
+                kept = plain.view(BITS.get(part.dtype, part.dtype))
+                array[layout.local_slice() or ...] = kept.numpy()
             except Exception as error:  # whatever the storage raises is told to all workers
                 problem = error
-        return problem
+        if problem is not None:
+            raise problem
 
     def stored(self, folder: Path) -> dict[Keys, Stored]:
         zarr: Any = needed("zarr", folder)
@@ -103,10 +110,7 @@ class ZarrFormat(Format):
 
     def _lengths(self, keys: Keys, x: Any) -> Shape:
         """The lengths of the chunks of a tensor."""
-        given: Any = self._chunks
-        for key in keys:
-            given = given.get(key) if isinstance(given, Mapping) else given
-        shape = tuple(x.shape)
+        given, shape = said_of(keys, self._chunks), tuple(x.shape)
         if given is not None:
             lengths = tuple(int(each) for each in given)
             if len(lengths) != len(shape) or min(lengths, default=1) < 1:
@@ -117,6 +121,7 @@ class ZarrFormat(Format):
             return lengths
         parts = [len(cut.intervals) for cut in x.layout.cuts]
         found = [max(1, -(-n // p)) for n, p in zip(shape, parts, strict=True)]
+        # A reader of a few values loads whole chunks: halves of the longest side until they fit.
         while math.prod(found) * x.dtype.itemsize > LIMIT:
             longest = found.index(max(found))
             found[longest] = -(-found[longest] // 2)
@@ -130,8 +135,7 @@ class ZarrFormat(Format):
             counts = boxes.balanced(-(-n // chunk), len(cut.intervals))
             borders = [(min(n, start * chunk), min(n, stop * chunk)) for start, stop in counts]
             cuts.append(Cut(cut.axes, tuple(borders)))
-        shared = tuple(sorted({*layout.shared, *layout.separate}))
-        return Layout(layout.partition, tuple(x.shape), tuple(cuts), shared)
+        return replace(layout, cuts=tuple(cuts)).summed
 
 
 def _numpy_dtype(dtype: torch.dtype) -> Any:
@@ -142,11 +146,6 @@ def _numpy_dtype(dtype: torch.dtype) -> Any:
             f"zarr has no dtype for {dtype}: convert it, or write a checkpoint, to a path without "
             f".zarr"
         ) from error
-
-
-def _as_array(part: torch.Tensor) -> Any:
-    plain = part.cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.view(BITS.get(part.dtype, part.dtype)).numpy()
 
 
 def _stored(array: Any) -> Stored:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import index as as_int
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from tessel.core.layout import Layout, Shape
 from tessel.core.linop import Agreed, LinearOperator
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.core.shared import Replicate
+from tessel.core.shared import Replicate, shared_whole
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import (
@@ -85,7 +84,7 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
     ((2, 3), 1)
     """
     row, state = row_of(partition), traced_state(x)
-    y = _movement("scatter", row, _whole_number(dim), state)(_plain(x))
+    y = _movement("scatter", row, as_int(dim), state)(as_plain(x))
     if not row.active:
         return y
     place = as_int(dim) % x.ndim
@@ -120,21 +119,14 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
     state = state_of(x)
     if partition is None and state is not None:
         partition = state.partition
-    return _movement("gather", row_of(partition), _whole_number(dim), state)(_plain(x))
-
-
-def _whole_number(dim: int | None) -> int | None:
-    return None if dim is None else as_int(dim)
-
-
-def _plain(x: Any) -> Any:
-    return as_plain(x) if isinstance(x, Tensor) else x
+    along = None if dim is None else as_int(dim)
+    return _movement("gather", row_of(partition), along, state)(as_plain(x))
 
 
 def _sent_whole(name: str, x: Tensor, row: Partition) -> Tensor:
     """Move a value that is of one shape on all workers; a sharding of other workers stays."""
     state = state_of(x)
-    y = _movement(name, row, None, state)(_plain(x))
+    y = _movement(name, row, None, state)(as_plain(x))
     return y if state is None else as_shard(y, state)
 
 
@@ -236,11 +228,10 @@ class _Gather(_TensorMovement):
 @kept_in_job
 def copying(partition: Partition, shape: Shape) -> LinearOperator:
     """The operator from a shared value to separate copies of it: nothing moves."""
-    shared = Layout.whole(partition, shape, shared=True)
+    shared = shared_whole(partition, shape)
     return Replicate(shared, replace(shared, shared=()))
 
 
-@kept_in_job
 def reducing(partition: Partition, shape: Shape) -> LinearOperator:
     """The operator from separate values to their sum, a shared value: an all-reduce."""
     return copying(partition, shape).H
@@ -249,11 +240,10 @@ def reducing(partition: Partition, shape: Shape) -> LinearOperator:
 @kept_in_job
 def scattering(partition: Partition, shape: Shape, dim: int) -> Move:
     """The operator from a whole shared value to balanced shards along a dimension."""
-    whole = Layout.whole(partition, shape, shared=True)
-    return Move(whole, shard_layout(partition, shape, dim))
+    return Move(shared_whole(partition, shape), shard_layout(partition, shape, dim))
 
 
 @kept_in_job
 def gathering(parts: Layout) -> Move:
     """The operator from parts to the whole, which all of their workers share: an all-gather."""
-    return Move(parts, Layout.whole(parts.partition, parts.shape, shared=True))
+    return Move(parts, shared_whole(parts.partition, parts.shape))

@@ -33,7 +33,14 @@ from tessel.distributed.torch_call import (
 )
 from tessel.distributed.trial import layouts_after
 
-Rule = Callable[[TorchCall, Sharding, Shape, Tensor], State]
+# The state of one result: of a call of one shard, and of calls of several tensors.
+_RULES: dict[str, Callable[[TorchCall, Sharding, Shape, Tensor], State]] = {}
+_OF_SEVERAL: dict[str, Callable[[TorchCall, Tensor], State]] = {}
+
+
+def _rule(rules: dict[str, Any], *names: str) -> Callable[[Callable[..., State]], Any]:
+    """Register a function as the rule of these torch functions."""
+    return lambda function: rules.update(dict.fromkeys(names, function)) or function
 
 
 def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding | None:
@@ -249,6 +256,7 @@ def _pointwise(call: TorchCall, result: Tensor) -> State:
     return found
 
 
+@_rule(_OF_SEVERAL, "_weight_norm")
 def _weight_norm(call: TorchCall, result: Tensor) -> State:
     """Rows of a weight, each with a norm of its own, may be split."""
     state, of_norm = call.states[:2]
@@ -258,6 +266,7 @@ def _weight_norm(call: TorchCall, result: Tensor) -> State:
     return state
 
 
+@_rule(_RULES, "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
 def _channels(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     """Of a function that draws one number for each channel, and so for all that lies behind."""
     if sharding.dim >= 2:
@@ -265,6 +274,7 @@ def _channels(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor)
     return sharding
 
 
+@_rule(_OF_SEVERAL, "module_load")
 def _loaded(call: TorchCall, result: Tensor) -> State:
     """A parameter is given values of its own shape, and stays what it is."""
     if len(set(call.shapes)) > 1:
@@ -275,6 +285,7 @@ def _loaded(call: TorchCall, result: Tensor) -> State:
     return old or given
 
 
+@_rule(_RULES, "expand", "expand_as", "broadcast_to")
 def _expand(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     """The lengths that are given are those of this worker."""
     dim = sharding.dim + result.ndim - len(shape)
@@ -283,6 +294,21 @@ def _expand(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -
     return sharding.at(dim)
 
 
+@_rule(_RULES, "new_zeros", "new_ones", "new_full", "new_empty")
+def _new(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
+    return sharding if result.shape == shape else call.lost()
+
+
+@_rule(_RULES, "norm_except_dim")
+def _norm(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
+    is_along = int(call.argument(2, "dim", default=0)) == sharding.dim
+    return sharding if is_along else call.lost("over the dimension that is split")
+
+
+_rule(_RULES, "reshape", "view", "reshape_as", "view_as")(reshaped)
+_rule(_RULES, "flatten", "ravel")(flattened)
+_rule(_RULES, "unflatten")(unflattened)
+
 REDUCTIONS = frozenset(
     (
         *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin"),
@@ -290,24 +316,3 @@ REDUCTIONS = frozenset(
         *("nansum", "nanmean", "count_nonzero"),
     )
 )
-_OF_SEVERAL: dict[str, Callable[[TorchCall, Tensor], State]] = {
-    "_weight_norm": _weight_norm,
-    "module_load": _loaded,
-}
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
-    **dict.fromkeys(("reshape", "view", "reshape_as", "view_as"), reshaped),
-    **dict.fromkeys(("flatten", "ravel"), flattened),
-    **dict.fromkeys(
-        ("new_zeros", "new_ones", "new_full", "new_empty"),
-        lambda call, sharding, shape, y: sharding if y.shape == shape else call.lost(),
-    ),
-    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), _channels),
-    "feature_alpha_dropout": _channels,
-    "unflatten": unflattened,
-    "norm_except_dim": lambda call, sharding, shape, y: (
-        sharding
-        if int(call.argument(2, "dim", default=0)) == sharding.dim
-        else call.lost("over the dimension that is split")
-    ),
-}

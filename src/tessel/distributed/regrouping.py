@@ -71,8 +71,16 @@ def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) ->
     ahead = place >= 0 and prod(shape[: sharding.dim]) == prod(new[:place])
     if ahead and shape[sharding.dim :] == new[place:]:
         found.add(place)
-    if len(found) == 1 and not _may_be_outer(sharding, shape, new, max(found)):
-        return sharding.at(found.pop())
+    if len(found) == 1:
+        (place,) = found
+        # A new dimension of length 1 may be the outer one of two, split over workers.
+        is_outer = _ones_before(new, place) > _ones_before(shape, sharding.dim)
+        inner = shape[sharding.dim]
+        if is_outer and sharding.size is not None and inner:
+            size = sharding.size / inner
+            is_outer = size.is_integer() and _aligned(sharding, 1, int(size), inner)
+        if not is_outer:
+            return sharding.at(place)
     if found:
         return call.lost("where the split dimension may be one or another")
     lead, trail = (
@@ -97,16 +105,6 @@ def _common(some: Shape, others: Shape) -> int:
     """How many of the first lengths are equal."""
     pairs = zip(some, others, strict=False)
     return next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
-
-
-def _may_be_outer(sharding: Sharding, shape: Shape, new: Shape, place: int) -> bool:
-    """Whether a new dimension of length 1 may be the outer one of two, split over workers."""
-    appeared = _ones_before(new, place) > _ones_before(shape, sharding.dim)
-    inner = shape[sharding.dim]
-    if not appeared or sharding.size is None or not inner:
-        return appeared
-    size = sharding.size / inner
-    return size.is_integer() and _aligned(sharding, 1, int(size), inner)
 
 
 def _ones_before(shape: Shape, place: int) -> int:

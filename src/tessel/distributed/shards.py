@@ -45,30 +45,9 @@ from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.create import Where, owners
 from tessel.tensor.tensor import converters
 
-__all__ = [
-    "Shard",
-    "Sharding",
-    "State",
-    "UnknownSharding",
-    "as_plain",
-    "as_shard",
-    "call",
-    "check_known",
-    "describe",
-    "drop_shardings",
-    "get_parallel_dim",
-    "note",
-    "refuse_lost",
-    "register_parallel_attribute",
-    "register_parallel_dim",
-    "registered",
-    "sharding_of",
-    "share",
-    "shared_by",
-    "state_of",
-    "traced_state",
-]
-
+# what else is imported from here: the words of all who use shards
+__all__ = ["Sharding", "State", "UnknownSharding", "check_known", "describe", "state_of"]
+__all__ += ["traced_state"]
 
 _SHARED = "_tessel_shared_by"
 _CALLED = "_tessel_called"  # the `dim` of the layer that has a parameter, which may count otherwise
@@ -132,7 +111,7 @@ class Shard(Tensor):
         sharding = _agreed_sharding(self, "x.spread()")
         if sharding.size is None:
             return spreading.agreed_part(as_plain(self), sharding, "x.spread()")
-        return spreading.spread_part(as_plain(self), sharding, None)
+        return SpreadTensor(as_plain(self), sharding.layout(tuple(self.shape)))
 
     @eagerly
     def full(self) -> Tensor:
@@ -620,7 +599,7 @@ def _met(shard: Shard, partition: Partition | None) -> SpreadTensor:
     state = shard._tessel_sharding
     check_known(state, "a shard that meets a spread tensor")
     assert isinstance(state, Sharding)
-    return spreading.spread_part(as_plain(shard), state, partition)
+    return SpreadTensor(as_plain(shard), state.layout(tuple(shard.shape), partition))
 
 
 def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:

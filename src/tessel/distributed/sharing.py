@@ -23,13 +23,7 @@ from tessel import tensor as spread
 from tessel.core import boxes
 from tessel.core.linop import LinearOperator
 from tessel.distributed.propagation import REDUCTIONS
-from tessel.distributed.shardings import (
-    Sharding,
-    State,
-    UnknownSharding,
-    is_wrapped,
-    state_of,
-)
+from tessel.distributed.shardings import Sharding, State, UnknownSharding, is_wrapped, state_of
 from tessel.distributed.torch_call import Shape, TorchCall, is_pointwise
 
 _WITHOUT_GRADIENT = frozenset(

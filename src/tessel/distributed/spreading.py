@@ -7,7 +7,6 @@ import torch
 from tessel.core import boxes
 from tessel.core.agreement import agree, as_agreed
 from tessel.core.layout import Layout
-from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_parts
@@ -17,19 +16,11 @@ from tessel.tensor.create import Where
 from tessel.tensor.table import is_whole
 
 
-def spread_part(part: torch.Tensor, sharding: Sharding, partition: Partition | None) -> Tensor:
-    """The spread tensor of a shard of which the length of the whole is known; nothing is sent.
-
-    Args:
-        part: the shard, a plain tensor.
-        sharding: which shard it is.
-        partition: its workers on the grid of a tensor that it meets; None for a row.
-    """
-    return Tensor(part, sharding.layout(tuple(part.shape), partition))
-
-
 def agreed_part(part: torch.Tensor, sharding: Sharding, call: str) -> Tensor:
-    """The same after the workers told each other their lengths, which may be any if none is known.
+    """The spread tensor of a shard, after the workers told each other their lengths.
+
+    These may be any where the length of the whole is not known. Where it is, a shard is spread
+    without a message: `Tensor(part, sharding.layout(part.shape))`.
 
     Args:
         part: the shard, a plain tensor.

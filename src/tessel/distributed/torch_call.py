@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
+from tessel.tensor.table import tensors
 
 Shape = tuple[int, ...]
 
@@ -26,16 +27,8 @@ QUESTIONS = frozenset(
         *("is_inference", "is_pinned", "is_shared", "get_device", "retains_grad", "is_set_to"),
         *("equal", "allclose", "is_same_size", "sparse_dim", "dense_dim", "_backward_hooks"),
         *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
-        *(
-            "output_nr",
-            "_version",
-            "name",
-            "names",
-            "is_sparse",
-            "is_meta",
-            "is_nested",
-            "is_quantized",
-        ),
+        *("output_nr", "_version", "name", "names"),
+        *("is_sparse", "is_meta", "is_nested", "is_quantized"),
     )
 )
 
@@ -137,16 +130,7 @@ def name_of(func: Any) -> str:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in arguments, also in lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if not isinstance(value, tuple | list):
-        return []
-    found: list[Tensor] = []
-    for each in value:
-        found += tensors_in(each)
-    return found
+    return list(tensors(value))
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -117,16 +117,14 @@ def _tried(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
 
 
 def _tried_at(
-    place: int,
-    call: TorchCall,
-    given: dict[str, Any],
-    layouts: dict[int, Layout | None],
+    place: int, call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]
 ) -> tuple[Layout, ...] | None:
     """The layouts of the results by the rule, as the worker at this place follows it.
 
     None if the function of its part is not its part of the result.
     """
-    # by the place: all workers draw the same, and come to the same answer
+    # By the place: all workers draw the same, and come to the same answer. On the CPU, also where
+    # the user's default device is another: the values are ours.
     draws = torch.Generator().manual_seed(place)
 
     def stand_in(each: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,11 +134,11 @@ def _tried_at(
         shape = tuple(each.shape) if layout is None else layout.local_shape
         if each.dtype.is_floating_point or each.dtype.is_complex:
             kind = torch.complex128 if each.dtype.is_complex else torch.float64
-            part = torch.rand(shape, generator=draws, dtype=kind).to(each.dtype)
+            part = torch.rand(shape, generator=draws, dtype=kind, device="cpu").to(each.dtype)
         elif shape == tuple(each.shape):
             part = each.detach().as_subclass(Tensor).cpu()  # places and truths as they are
         else:
-            part = torch.zeros(shape, dtype=each.dtype)
+            part = torch.zeros(shape, dtype=each.dtype, device="cpu")
         return part, part if layout is None else tensor.Tensor(part.clone(), layout)
 
     drawn = {id(each): stand_in(each) for each in tensors_in((call.args, given))}

@@ -152,6 +152,36 @@ class ModuleReport(NamedTuple):
     shards: tuple[HeldShard, ...]
     has_others: bool
 
+    @classmethod
+    def of(cls, module: Module, given: dict[str, Any]) -> ModuleReport:
+        """That of a module, with the arguments of its wrapper."""
+        asked, delays = set(_asked(module)), given.get("delay_all_reduce_named_params") or ()
+        delayed = {id(value) for _, value in delays} if isinstance(delays, list | tuple) else set()
+        ignored = {id(value) for name, value in _named(module, False) if name in asked}
+        shards = []
+        for name, value in _named(module):
+            state = state_of(value)
+            if state is None:
+                continue
+            known, row = isinstance(state, Sharding), state.partition
+            dim, size = (state.dim, state.size) if isinstance(state, Sharding) else (0, None)
+            shards.append(
+                HeldShard(
+                    name=name,
+                    what=describe(state) if isinstance(state, Sharding) else state.remedy,
+                    is_lost=not known and (row is None or row.size > 1),
+                    dim=dim,
+                    size=size,
+                    workers=() if row is None else row.ranks,
+                    place=None if row is None else row.rank,
+                    is_ignored=id(value) in ignored,
+                    is_delayed=id(value) in delayed,
+                )
+            )
+        split = {each.name for each in shards if each.is_split}
+        others = (name not in split and p.requires_grad for name, p in module.named_parameters())
+        return cls(tuple(shards), any(others))
+
 
 @contextmanager
 def _deciding(given: BoundArguments) -> Iterator[None]:
@@ -164,7 +194,7 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
     if mesh is not None and mesh.ndim == 1:
         handle = mesh.get_group(0)
     workers = _workers_of(handle)
-    report = _report(module, given.arguments) if isinstance(module, Module) else None
+    report = ModuleReport.of(module, given.arguments) if isinstance(module, Module) else None
     if report is None or not report.shards or len(workers) < 2:
         yield
         return
@@ -205,36 +235,6 @@ def _named(module: Module, once: bool = True) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=once)
 
 
-def _report(module: Module, given: dict[str, Any]) -> ModuleReport:
-    asked, delays = set(_asked(module)), given.get("delay_all_reduce_named_params") or ()
-    delayed = {id(value) for _, value in delays} if isinstance(delays, list | tuple) else set()
-    ignored = {id(value) for name, value in _named(module, False) if name in asked}
-    shards = []
-    for name, value in _named(module):
-        state = state_of(value)
-        if state is None:
-            continue
-        known = isinstance(state, Sharding)
-        dim, size = (state.dim, state.size) if isinstance(state, Sharding) else (0, None)
-        row = state.partition
-        shards.append(
-            HeldShard(
-                name=name,
-                what=describe(state) if isinstance(state, Sharding) else state.remedy,
-                is_lost=not known and (row is None or row.size > 1),
-                dim=dim,
-                size=size,
-                workers=() if row is None else row.ranks,
-                place=None if row is None else row.rank,
-                is_ignored=id(value) in ignored,
-                is_delayed=id(value) in delayed,
-            )
-        )
-    split = {each.name for each in shards if each.is_split}
-    others = (name not in split and p.requires_grad for name, p in module.named_parameters())
-    return ModuleReport(tuple(shards), any(others))
-
-
 def decide(workers: Sequence[int], reports: Sequence[ModuleReport]) -> list[str]:
     """The names of the shards that DDP must ignore; ValueError if it cannot be right.
 
@@ -263,60 +263,53 @@ def decide(workers: Sequence[int], reports: Sequence[ModuleReport]) -> list[str]
                 f"{[each.name for each in reports[0].shards]} on worker {workers[0]}, "
                 f"{[each.name for each in report.shards]} on worker {worker}; wrap one model"
             )
-    apart, averaged = [], False
-    for held in zip(*(report.shards for report in reports), strict=True):
-        lost = next((each for each in held if each.is_lost), None)
-        if lost is not None:
-            raise ValueError(f"{label}: of {lost.name} {lost.what}")
-        if not any(each.is_split for each in held):
-            continue
-        # either all hold different shards of one tensor …
-        if len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}:
-            apart.append(held[0].name)
-            if any(each.is_delayed for each in held):
-                raise ValueError(
-                    f"{label}: {held[0].name} is in delay_all_reduce_named_params, and is "
-                    f"{held[0].what}, of which each worker has its own part; leave it out"
-                )
-        # … or all hold the same shard, each in a group of its own
-        elif _are_alike(workers, held):
-            averaged = True
-            if any(each.is_ignored for each in held):
-                raise ValueError(
-                    f"{label}: {held[0].name} is {held[0].what}; these workers hold the same shard "
-                    f"and are asked to ignore its gradient, so that their copies would drift "
-                    f"apart; take it out of {IGNORED}"
-                )
-        else:
-            raise ValueError(f"{label}: {_contradiction(workers, held)}")
-    if apart and not averaged and not all(report.has_others for report in reports):
+    apart = {
+        held[0].name: _is_apart(label, workers, held)
+        for held in zip(*(report.shards for report in reports), strict=True)
+        if any(each.is_split or each.is_lost for each in held)
+    }
+    if apart and all(apart.values()) and not all(report.has_others for report in reports):
         raise ValueError(
             f"{label}: all parameters that need a gradient are shards, of which each of these "
             f"workers has its own, and there is nothing to average; take the model as it is"
         )
-    return apart
+    return [name for name, is_apart in apart.items() if is_apart]
 
 
-def _are_alike(workers: Sequence[int], held: Sequence[HeldShard]) -> bool:
-    """Whether these workers hold the same shard, each in a group of its own."""
-    own = (
-        {*workers} & {*each.workers} == {worker} for worker, each in zip(workers, held, strict=True)
-    )
-    kinds = {(each.place, len(each.workers), each.dim, each.size) for each in held}
-    return all(own) and len(kinds) == 1
-
-
-def _contradiction(workers: Sequence[int], held: Sequence[HeldShard]) -> str:
-    """Why neither a mean nor none is right for a shard."""
+def _is_apart(label: str, workers: Sequence[int], held: Sequence[HeldShard]) -> bool:
+    """Whether each of these workers has its own shard, or all the same; ValueError if neither."""
+    lost = next((each for each in held if each.is_lost), None)
+    if lost is not None:
+        raise ValueError(f"{label}: of {lost.name} {lost.what}")
+    name, what = held[0].name, held[0].what
+    # either all hold different shards of one tensor …
+    if len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}:
+        if any(each.is_delayed for each in held):
+            raise ValueError(
+                f"{label}: {name} is in delay_all_reduce_named_params, and is {what}, of which "
+                f"each worker has its own part; leave it out"
+            )
+        return True
+    # … or all hold the same shard, each in a group of its own
+    pairs = [*zip(workers, held, strict=True)]
+    is_alone = all({*workers} & {*each.workers} == {worker} for worker, each in pairs)
+    if is_alone and len({(e.place, len(e.workers), e.dim, e.size) for e in held}) == 1:
+        if any(each.is_ignored for each in held):
+            raise ValueError(
+                f"{label}: {name} is {what}; these workers hold the same shard and are asked to "
+                f"ignore its gradient, so that their copies would drift apart; take it out of "
+                f"{IGNORED}"
+            )
+        return False
     which = [
         f"{each.what} on worker {worker}, which has part {each.place} of it"
         if each.place is not None
         else f"{each.what} for worker {worker}, which is not one of these"
-        for worker, each in zip(workers, held, strict=True)
+        for worker, each in pairs
     ]
-    return (
-        f"{held[0].name} is {'; '.join(dict.fromkeys(which))}. A mean over all would mix different "
-        f"shards, and without one those that hold the same shard would drift apart; "
+    raise ValueError(
+        f"{label}: {name} is {'; '.join(dict.fromkeys(which))}. A mean over all would mix "
+        f"different shards, and without one those that hold the same shard would drift apart; "
         f"{_REPLICAS} takes the mean over the workers that hold the same shards"
     )
 

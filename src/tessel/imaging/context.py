@@ -14,18 +14,9 @@ from torch import Tensor
 from torch.backends import cudnn
 
 from tessel import transport
-from tessel.core import (
-    Layout,
-    Partition,
-    Shape,
-    agree,
-    boxes,
-    checksum_of,
-    world,
-)
+from tessel.core import Layout, Partition, agree, boxes, checksum_of, shared_whole, world
 from tessel.errors import WorkerLost
 from tessel.settings import chosen, whole_number
-from tessel.transport import kept_in_job
 
 SHARDINGS = ("round_robin", "block")
 DEVICE_MODES = (None, "cpu", "gpu")
@@ -88,7 +79,7 @@ class DistributedContext:
             if value not in choices:
                 known = ", ".join(map(repr, choices))
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        check_sharding(sharding)
+        check_choice("sharding", sharding, SHARDINGS)
         self.backend = backend
         self.sharding = sharding
         self.seed = seed
@@ -251,7 +242,7 @@ class DistributedContext:
         if self.world_size == 1:
             return
         kinds = [(tuple(each.shape), each.dtype) for each in tensors]
-        found = _compared(whole_layout(self.partition, ()), f"{what} with {kinds}", tensors)
+        found = _compared(shared_whole(self.partition, ()), f"{what} with {kinds}", tensors)
         if found is not None:
             raise ValueError(
                 f"{what} has other parameters on worker {found[0]} than on worker {found[1]}, and "
@@ -315,13 +306,6 @@ def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
     return None
 
 
-@kept_in_job
-def whole_layout(partition: Partition, shape: Shape) -> Layout:
-    """The layout of an image that is whole on every worker, as one shared value."""
-    # Kept: a layout checks itself when it is made, which takes as long as a small call.
-    return Layout.whole(partition, shape, shared=True)
-
-
 def is_whole(layout: Layout) -> bool:
     """Whether every worker holds the whole tensor, as one shared value."""
     return len(layout.shared) == layout.partition.dim
@@ -344,7 +328,7 @@ def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> l
     >>> local_indices(5, 0, 2, "round_robin"), local_indices(5, 0, 2, "block")
     ([0, 2, 4], [0, 1, 2])
     """
-    check_sharding(sharding)
+    check_choice("sharding", sharding, SHARDINGS)
     if num_items < 0:
         raise ValueError(f"the number of items must be 0 or more, got {num_items}")
     if not 0 <= worker < workers:
@@ -360,7 +344,7 @@ def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
     >>> owner(2, 5, 2, "round_robin"), owner(3, 5, 2, "block")
     (0, 1)
     """
-    check_sharding(sharding)
+    check_choice("sharding", sharding, SHARDINGS)
     if not 0 <= item < num_items:
         raise ValueError(f"expected an item from 0 to {num_items - 1}, got {item}")
     if sharding == "round_robin":
@@ -368,10 +352,10 @@ def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
     return boxes.balanced_place(num_items, workers, item)
 
 
-def check_sharding(sharding: str) -> None:
-    """Raise ValueError unless there is a sharding of this name."""
-    if sharding not in SHARDINGS:
-        raise ValueError(f"sharding must be one of {', '.join(SHARDINGS)}, got {sharding!r}")
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless a value is one of those that there are."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def seed_of(seed: int, item: int, call: int = 0) -> int:

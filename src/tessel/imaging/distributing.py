@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,24 +20,6 @@ from tessel.imaging.stacked import (
     DistributedStackedLinearPhysics,
     DistributedStackedPhysics,
 )
-
-KINDS = (
-    *("auto", "physics", "linear_physics", "data_fidelity", "denoiser", "prior"),
-    *("parameters", "module"),
-)
-_TILING = (
-    *("tiling_strategy", "tiling_dims", "patch_size", "overlap", "max_batch_size"),
-    *("checkpoint_batches", "checkpoint_use_reentrant", "checkpoint_preserve_rng_state"),
-)
-_USES = {  # the arguments that each kind of object has a use for
-    "physics": ("num_operators", "dtype", "gather_strategy", "factory_kwargs"),
-    "linear_physics": ("num_operators", "dtype", "gather_strategy", "factory_kwargs"),
-    "data_fidelity": ("num_operators", "dtype", "factory_kwargs", "reduction"),
-    "parameters": ("average",),
-    "denoiser": ("dtype", *_TILING),
-    "prior": ("dtype", *_TILING),
-    "module": ("dtype", *_TILING, "average"),
-}
 
 
 def distribute(
@@ -92,30 +75,10 @@ def distribute(
     )
     """
     given, defaults = locals(), distribute.__kwdefaults__ or {}  # what was asked for, and what not
-    tiling = {name: given[name] for name in _TILING}
-    named = ("num_operators", "dtype", "gather_strategy", *_TILING)
+    named = [name for name in defaults if name != "type_object"]
     asked = {name: given[name] for name in named if given[name] != defaults[name]} | kwargs
-    kind = _agreed_kind(object, ctx, type_object, asked)
-    match kind:
-        case "physics" | "linear_physics":
-            is_linear = kind == "linear_physics"
-            cls = DistributedStackedLinearPhysics if is_linear else DistributedStackedPhysics
-            make, count = _factory(object, num_operators, dtype, "physics")
-            return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
-        case "data_fidelity":
-            # One for all operators, or one for each from a list, a stack or a function.
-            if hasattr(object, "grad") and items_of(object) is None:
-                made = on_device(object, ctx.device, dtype)
-            else:
-                made, num_operators = _factory(object, num_operators, dtype, "data_fidelity")
-            return DistributedStackedFidelity(ctx, made, num_operators, **kwargs)
-        case "parameters":
-            return _parameters(object, ctx, **kwargs)
-        case "denoiser":
-            return _denoiser(object, ctx, dtype, tiling)
-        case "prior":
-            return _prior(object, ctx, dtype, tiling)
-    return _module(object, ctx, dtype, tiling, **kwargs)
+    make, _ = _KINDS[_agreed_kind(object, ctx, type_object, asked)]
+    return make(object, ctx, **asked)
 
 
 def _agreed_kind(
@@ -126,8 +89,8 @@ def _agreed_kind(
     So an argument that is refused is refused on all of them.
     """
     kind, problem = type_object, ""
-    if type_object not in KINDS:
-        problem = f"type_object must be one of {', '.join(KINDS)}, got {type_object!r}"
+    if type_object not in ("auto", *_KINDS):
+        problem = f"type_object must be one of auto, {', '.join(_KINDS)}, got {type_object!r}"
     elif type_object == "auto":
         try:
             kind = _kind_of(given)
@@ -141,7 +104,7 @@ def _agreed_kind(
     if problem:
         raise ValueError(problem)
     for name, value in asked.items():
-        if name not in _USES[kind]:
+        if name not in _KINDS[kind][1]:
             raise TypeError(f"distribute: {name}={value!r} is not used for type_object={kind!r}")
     return kind
 
@@ -168,8 +131,36 @@ def _factory(
     return lambda i, device, shared: on_device(given(i, device, shared), device, dtype), count
 
 
+def _physics(
+    given: Any,
+    ctx: DistributedContext,
+    num_operators: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    cls: type[DistributedStackedPhysics] = DistributedStackedPhysics,
+    **settings: Any,
+) -> DistributedStackedPhysics:
+    make, count = _factory(given, num_operators, dtype, "physics")
+    return cls(ctx, count, make, **settings)
+
+
+def _data_fidelity(
+    given: Any,
+    ctx: DistributedContext,
+    num_operators: int | None = None,
+    dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> DistributedStackedFidelity:
+    """One for all operators, or one for each from a list, a stack or a function."""
+    if hasattr(given, "grad") and items_of(given) is None:
+        made = on_device(given, ctx.device, dtype)
+    else:
+        made, num_operators = _factory(given, num_operators, dtype, "data_fidelity")
+    return DistributedStackedFidelity(ctx, made, num_operators, **settings)
+
+
 def _denoiser(
-    given: Any, ctx: DistributedContext, dtype: torch.dtype | None, tiling: dict[str, Any]
+    given: Any, ctx: DistributedContext, dtype: torch.dtype | None = None, **tiling: Any
 ) -> DistributedProcessing:
     if not callable(given):
         raise TypeError(f"distribute: expected a denoiser that can be called, got {given!r}")
@@ -177,9 +168,7 @@ def _denoiser(
     return DistributedProcessing(ctx, on_device(given, ctx.device, dtype), **settings)
 
 
-def _prior(
-    prior: Any, ctx: DistributedContext, dtype: torch.dtype | None, tiling: dict[str, Any]
-) -> Any:
+def _prior(prior: Any, ctx: DistributedContext, **settings: Any) -> Any:
     """The prior itself, whose denoiser works in patches; others than denoisers stay whole."""
     denoiser = getattr(prior, "denoiser", None)
     if denoiser is None:
@@ -188,11 +177,11 @@ def _prior(
             f"DistributedPrior, which cuts prox and grad into patches"
         )
     if not isinstance(denoiser, DistributedProcessing):
-        prior.denoiser = _denoiser(denoiser, ctx, dtype, tiling)
+        prior.denoiser = _denoiser(denoiser, ctx, **settings)
     return prior
 
 
-def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) -> Any:
+def _parameters(given: Any, ctx: DistributedContext, average: bool = True) -> Any:
     """Let gradients of parameters be the mean or the sum of those of all workers."""
     several = list(given) if isinstance(given, list | tuple) else [given]
     for number, each in enumerate(several):
@@ -217,21 +206,14 @@ def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) ->
     return moved if isinstance(given, list | tuple) else moved[0]
 
 
-def _module(
-    model: Any,
-    ctx: DistributedContext,
-    dtype: torch.dtype | None,
-    tiling: dict[str, Any],
-    *,
-    average: bool = True,
-) -> Any:
+def _module(model: Any, ctx: DistributedContext, average: bool = True, **settings: Any) -> Any:
     """A method of deepinv that is unfolded, in place: its fidelities, denoisers and parameters."""
     if not getattr(model, "unfold", False):
         raise TypeError(
             f"distribute: type_object='module' takes a method of deepinv with unfold=True, got "
             f"{type(model).__name__}; spread its physics, data fidelities and denoisers themselves"
         )
-    model = on_device(model, ctx.device, dtype)
+    model = on_device(model, ctx.device, settings.get("dtype"))
     ctx.check_same_state(list(model.parameters()), f"distribute: {type(model).__name__}")
     if model.data_fidelity is not None:
         model.data_fidelity = torch.nn.ModuleList(
@@ -242,12 +224,32 @@ def _module(
         )
     for prior in model.prior or ():
         if getattr(prior, "denoiser", None) is not None:
-            _prior(prior, ctx, dtype, tiling)
+            _prior(prior, ctx, **settings)
     learned = getattr(model, "params_algo", None)
     if isinstance(learned, torch.nn.ParameterDict):
         found = [each for each in learned.parameters() if each.requires_grad]
-        _parameters(found, ctx, average=average)
+        _parameters(found, ctx, average)
     return model
+
+
+_OPERATORS = ("num_operators", "dtype", "factory_kwargs")
+_TILING = (
+    *("dtype", "tiling_strategy", "tiling_dims", "patch_size", "overlap", "max_batch_size"),
+    *("checkpoint_batches", "checkpoint_use_reentrant", "checkpoint_preserve_rng_state"),
+)
+# what spreads each kind of object, and the arguments that it has a use for
+_KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "physics": (_physics, (*_OPERATORS, "gather_strategy")),
+    "linear_physics": (
+        partial(_physics, cls=DistributedStackedLinearPhysics),
+        (*_OPERATORS, "gather_strategy"),
+    ),
+    "data_fidelity": (_data_fidelity, (*_OPERATORS, "reduction")),
+    "denoiser": (_denoiser, _TILING),
+    "prior": (_prior, _TILING),
+    "parameters": (_parameters, ("average",)),
+    "module": (_module, (*_TILING, "average")),
+}
 
 
 def _kind_of(given: Any) -> str:
@@ -277,7 +279,7 @@ def _kind_of(given: Any) -> str:
         return "prior"
     raise ValueError(
         f"distribute: cannot infer the kind of {type(given).__name__}; pass type_object, one of "
-        f"{', '.join(KINDS[1:])}"
+        f"{', '.join(_KINDS)}"
     )
 
 

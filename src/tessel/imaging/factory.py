@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.imaging.context import DistributedContext
+from tessel.imaging.context import DistributedContext, check_choice
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     checked_sizes,
     create_strategy,
     maker_of,
 )
-from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.fidelity import REDUCTIONS, DistributedDataFidelity
 from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.physics import DistributedPhysics, Factory
@@ -210,7 +210,7 @@ def make_distrib_bundle(
     ...     bundle.data_fidelity.grad(bundle.signal).sum()
     tensor(-8.)
     """
-    check_reduction(reduction)
+    check_choice("reduction", reduction, REDUCTIONS)
     if tiling is not None and prior is None:
         raise ValueError(f"tiling={tiling} is for a prior, got prior=None")
     config, shared = factory_config, dict(factory_config.shared)

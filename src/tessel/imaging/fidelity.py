@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tessel.core import Layout, Shape, Signature, agree, anchored_zeros, total
-from tessel.imaging.context import DistributedContext
+from tessel.imaging.context import DistributedContext, check_choice
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
     check_common,
@@ -103,7 +103,7 @@ class DistributedDataFidelity:
         reduction: str = "sum",
         shared: Mapping[str, Any] | None = None,
     ) -> None:
-        check_reduction(reduction)
+        check_choice("reduction", reduction, REDUCTIONS)
         check_counts(physics.num_ops, measurements.num_items)
         self.ctx = ctx
         self.physics = physics
@@ -209,12 +209,6 @@ class DistributedDataFidelity:
         return self._label
 
 
-def check_reduction(reduction: str) -> None:
-    """Raise ValueError unless there is a reduction of this name."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-
-
 @dataclass(frozen=True)
 class _Scaled:
     """Physics that measures the image times a number."""
@@ -293,8 +287,8 @@ class PartFidelity:
         """This worker's part of the gradient of f in x; see `loss`."""
         f, x = self.fidelity, call.x
         if isinstance(operator, Whole):
-            slope = partial(gradient, f, operator.physics, **call.settings)
-            return operator.image(slope, x, y, *call.args, users=f)
+            of_image = partial(gradient, f, operator.physics, **call.settings)
+            return operator.image(of_image, x, y, *call.args, users=f)
         # The gradient of d takes the name of the measurement, which is so freed before the adjoint
         # begins: at its peak a worker holds one of the two beside the image.
         u = operator.A(x)
@@ -356,9 +350,9 @@ class PartFidelity:
         try:
             for dim in range(u.dim()):
                 halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
-                slopes = torch.cat([gradient(f, _PLAIN, *half) for half in halves], dim)
+                gradients = torch.cat([gradient(f, _PLAIN, *half) for half in halves], dim)
                 shares = torch.stack([f(*half, _PLAIN).sum() for half in halves])
-                if not torch.allclose(gradient(f, _PLAIN, u, y), slopes, rtol=1e-4, atol=1e-6):
+                if not torch.allclose(gradient(f, _PLAIN, u, y), gradients, rtol=1e-4, atol=1e-6):
                     return False
                 if not torch.allclose(f(u, y, _PLAIN).sum(), shares.sum(), rtol=1e-4):
                     return False
@@ -386,5 +380,5 @@ def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Two small positive tensors, as a distance of counts or intensities takes them."""
     generator = torch.Generator().manual_seed(3)
     # Two images, two channels, even sizes: both halves along each dimension have values.
-    first, second = (0.1 + torch.rand((2, 2, 4, 6), generator=generator) for _ in range(2))
-    return first.to(device), second.to(device)
+    draw = partial(torch.rand, (2, 2, 4, 6), generator=generator, device="cpu")
+    return (0.1 + draw()).to(device), (0.1 + draw()).to(device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         Args:
             ys: one tensor for each of this worker's operators.
         """
-        return self._summed("A_adjoint", repeat(lambda op, y, call: op.A_adjoint(y)), None, ys)
+        return self._summed("A_adjoint", None, ys)
 
     def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
@@ -62,8 +61,7 @@ class DistributedLinearPhysics(DistributedPhysics):
 
     def A_adjoint_A(self, x: Image, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
-        terms = repeat(lambda op, x, call: op.A_adjoint_A(x, **call.settings))
-        return self._summed("A_adjoint_A", terms, x, **settings)
+        return self._summed("A_adjoint_A", x, **settings)
 
     def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
         """The measurements A_i Σ_j A_jᵀ y_j of this worker's operators."""
@@ -121,11 +119,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         return self.compute_norm(x0, max_iter, tol, squared=False)
 
     def compute_norm(
-        self,
-        x0: Image,
-        max_iter: int = 500,
-        tol: float = 1e-8,
-        squared: bool = True,
+        self, x0: Image, max_iter: int = 500, tol: float = 1e-8, squared: bool = True
     ) -> Tensor:
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)

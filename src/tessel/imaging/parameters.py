@@ -25,9 +25,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel import transport
-from tessel.core import LinearOperator, Partition, Replicate, Shape, anchored_zeros, tell
+from tessel.core import (
+    LinearOperator,
+    Partition,
+    Replicate,
+    Shape,
+    anchored_zeros,
+    shared_whole,
+    tell,
+)
 from tessel.core.context import is_compiling
-from tessel.imaging.context import DistributedContext, whole_layout
+from tessel.imaging.context import DistributedContext
 from tessel.transport import kept_in_job
 
 # What holds no other tensors: the search ends there, and not in the modules of Python.
@@ -156,7 +164,7 @@ def gradients_of(tensors: Iterable[Tensor]) -> str:
 @kept_in_job
 def copying(partition: Partition, shape: Shape) -> Replicate:
     """From a shared value to a copy for each worker; also of one worker, whose graph it marks."""
-    shared = whole_layout(partition, shape)
+    shared = shared_whole(partition, shape)
     return Replicate(shared, replace(shared, shared=()))
 
 
@@ -364,29 +372,18 @@ def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given
     return ""
 
 
-_noticed: ContextVar[list[str] | None] = ContextVar("_noticed", default=None)
-
-
-@contextmanager
-def noticing(problems: list[str]) -> Iterator[None]:
-    """Put what `known` finds wrong into this list until the block ends.
-
-    One worker may find something and others wait for what it computes: it goes on, and all raise.
-    """
-    token = _noticed.set(problems)
-    try:
-        yield
-    finally:
-        _noticed.reset(token)
+# What `known` finds wrong: one worker may find something while others wait for what it computes, so
+# that it goes on, and all raise afterwards. None: it raises at once.
+noticed: ContextVar[list[str] | None] = ContextVar("noticed", default=None)
 
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     """The result; it is wrong if a gradient goes to a parameter that is not found in `users`."""
     if torch.is_grad_enabled() and transport.num_workers() > 1:
         problem = stray_problem([result], users, (), given)
-        noticed = _noticed.get()
-        if problem and noticed is None:
+        problems = noticed.get()
+        if problem and problems is None:
             raise ValueError(f"an image in parts{problem}")
-        if problem and noticed is not None:
-            noticed.append(problem)
+        if problem and problems is not None:
+            problems.append(problem)
     return result

@@ -30,8 +30,10 @@ from tessel.core import (
     agree,
     anchored_zeros,
     same,
+    setting,
+    shared_whole,
 )
-from tessel.imaging.context import DistributedContext, is_whole, local_indices, whole_layout
+from tessel.imaging.context import DistributedContext, is_whole, local_indices
 from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
     Copies,
@@ -44,7 +46,7 @@ from tessel.imaging.parameters import (
     in_common,
     learned,
     needs_grad,
-    noticing,
+    noticed,
     stray_problem,
     tensors_of,
     within_reach,
@@ -85,6 +87,13 @@ class OperatorCall:
 
 
 Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
+# That of a derivative at the image, which the call has.
+AT_IMAGE: Iterable[Term] = repeat(lambda op, v, call: op.A_vjp(call.x, v))
+
+
+def _called(method: str) -> Iterable[Term]:
+    """For each operator, its own method of this name."""
+    return repeat(lambda op, value, call: getattr(op, method)(value, **call.settings))
 
 
 class DistributedPhysics:
@@ -138,7 +147,7 @@ class DistributedPhysics:
         held = within_reach((factory, self.shared))
         # Whole images come in any shape: a layout without dimensions stands for all of theirs.
         self.is_whole = layout is None or is_whole(layout)
-        self.layout = whole_layout(ctx.partition, ()) if layout is None or self.is_whole else layout
+        self.layout = shared_whole(ctx.partition, ()) if layout is None or self.is_whole else layout
         self.partition, self.rows = self.layout.partition, rows_of(self.layout)
         self.active = self.partition.active
         row = self.rows.place_of(ctx.rank) if self.active else 0
@@ -169,8 +178,7 @@ class DistributedPhysics:
 
     def A(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
-        terms = repeat(lambda op, x, call: op.A(x, **call.settings))
-        return self._each("A", terms, x, **settings)
+        return self._each("A", x, **settings)
 
     def __call__(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
@@ -193,7 +201,7 @@ class DistributedPhysics:
             return gathering(local.codomain, owner).H.apply(y) if local else y
 
         terms = [partial(measured, position) for position in range(len(self._spread))]
-        return self._each("__call__", terms, x, users=self.local_operators, **settings)
+        return self._each("__call__", x, None, terms, self.local_operators, **settings)
 
     def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
@@ -202,7 +210,7 @@ class DistributedPhysics:
             x: the image.
             v: one tensor for each of this worker's operators.
         """
-        return self._summed("A_vjp", repeat(lambda op, v, call: op.A_vjp(call.x, v)), x, v)
+        return self._summed("A_vjp", x, v, AT_IMAGE)
 
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
@@ -236,7 +244,7 @@ class DistributedPhysics:
         # Workers without a part know neither shape nor dtype of the value, and learn them first.
         said, own = f"a value of {self._label}", Signature.of(value)
         shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks)
-        move = Move(whole_layout(theirs, shape), whole_layout(ours, shape))
+        move = Move(shared_whole(theirs, shape), shared_whole(ours, shape))
         return move(value if theirs.active else value.new_empty(0))
 
     def __len__(self) -> int:
@@ -297,9 +305,9 @@ class DistributedPhysics:
     def _each(
         self,
         method: str,
-        terms: Iterable[Term],
         x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
+        terms: Iterable[Term] | None = None,
         users: Any = (),
         **settings: Any,
     ) -> LocalTensors:
@@ -307,10 +315,10 @@ class DistributedPhysics:
 
         Args:
             method: that is called.
-            terms: for each operator, what makes a tensor of it, of what was brought for it, and of
-                the call.
             x: the image.
             ys: one tensor for each operator; None if the image is brought for all of them.
+            terms: for each operator, what makes a tensor of it, of what was brought for it, and of
+                the call; None for its own method.
             users: further objects whose parameters the terms use.
             settings: of the operators.
         """
@@ -320,7 +328,8 @@ class DistributedPhysics:
         if call is None:
             return LocalTensors()
         with self.computing(call) as parameters:
-            found = [term(*pair, call) for pair, term in zip(call.pairs, terms, strict=False)]
+            each = zip(call.pairs, terms or _called(method), strict=False)
+            found = [term(*pair, call) for pair, term in each]
         self.check_results(call, found)
         anchor = both(call.anchor, parameters)
         if call.needs_grad:
@@ -330,9 +339,9 @@ class DistributedPhysics:
     def _summed(
         self,
         method: str,
-        terms: Iterable[Term],
         x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
+        terms: Iterable[Term] | None = None,
         **settings: Any,
     ) -> Tensor:
         """The same, summed over all operators: parts of an image."""
@@ -340,7 +349,7 @@ class DistributedPhysics:
         call = self.enter(f"{self._label}.{method}", image, ys, arguments=((), settings))
         if call is None:
             return torch.empty(0) if image is None else image
-        return self.sum(call, terms)
+        return self.sum(call, terms or _called(method))
 
     def enter(
         self,
@@ -370,21 +379,14 @@ class DistributedPhysics:
         if not self.active:
             return None
         ys, anchor = list(measured or ()), anchor_of(measured)
-        has_image = x is not None or measured is None
         everyones_objects = (self.shared if self.is_whole else (), shared)
-        everyones, own = learned(everyones_objects, arguments), list[Tensor]()
+        everyones = learned(everyones_objects, arguments)
         said = f"{call}{gradients_of(everyones)}" if everyones else call
-        dtype, records = torch.float32, needs_grad(x)
-        if not self.is_whole:
-            dtype, records, own = self._agree_on_parts(
-                said, x, measured, fidelities, users, everyones
-            )
-            ys = [_even(y, records) for y in ys]
-        # Of whole images without one, what all have is learned from the result.
-        elif has_image and (self.rows.count > 1 or not isinstance(x, Tensor)):
-            records = self._agreement(said, "shape").agree_on(x)[1].needs_grad  # type: ignore[arg-type]
+        dtype, records, own = self._agreed(said, x, measured, fidelities, users, everyones)
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
+        if not self.is_whole:
+            ys = [_even(y, records) for y in ys]
         if x is None:
             image = _even(torch.empty(0, dtype=dtype, device=self.ctx.device), records)
         else:
@@ -402,7 +404,7 @@ class DistributedPhysics:
         return OperatorCall(
             call,
             image,
-            has_image,
+            x is not None or measured is None,
             list(zip(self._spread, ys or [image] * len(self._spread), strict=True)),
             records,
             anchor,
@@ -412,7 +414,7 @@ class DistributedPhysics:
             settings,
         )
 
-    def _agree_on_parts(
+    def _agreed(
         self,
         said: str,
         x: Any,
@@ -421,11 +423,17 @@ class DistributedPhysics:
         users: Any,
         everyones: Sequence[Tensor],
     ) -> tuple[torch.dtype, bool, list[Tensor]]:
-        """The dtype of all that is brought, whether a gradient is needed somewhere, and whose.
+        """The dtype of parts that are brought, whether a gradient is needed somewhere, and whose.
 
         That are the parameters of this row's objects which are not everyone's: all workers of the
         row hold them, and their gradients are summed over these.
         """
+        has_image = x is not None or measured is None
+        if self.is_whole:
+            # Of whole images without one, what all have is learned from the result.
+            if not has_image or (self.rows.count == 1 and isinstance(x, Tensor)):
+                return torch.float32, needs_grad(x), []
+            return torch.float32, self._agreement(said, "shape").agree_on(x)[1].needs_grad, []
         problem = self._problem(x, measured, fidelities)
         if problem:  # the others say something else: all raise, and quote this
             agree(self.partition, f"{said}{problem}")
@@ -443,7 +451,6 @@ class DistributedPhysics:
         brought = next((each for each in (*ys, x) if each is not None), None)
         dtype, device = (None, "cpu") if brought is None else (brought.dtype, brought.device.type)
         signature = Signature((), dtype, device, learns, not torch.is_grad_enabled())
-        has_image = x is not None or measured is None
         agreement = self._agreement(said, givers=None if has_image else self._owners)
         _, meta = agreement.agree_on(signature)
         return meta.dtype, meta.needs_grad, own
@@ -462,28 +469,25 @@ class DistributedPhysics:
                 f": worker {self.layout.partition.rank} expected a part of shape "
                 f"{self.layout.local_shape}, got {tuple(x.shape)}"
             )
-        what, brought = (
-            ("image", x) if x is not None else ("measurement", next(iter(ys or ()), None))
-        )
-        for i, operator in zip(self.local_indices, self._spread, strict=True):
-            if brought is None or isinstance(operator, Whole):
-                continue
-            found = operator.misfit(brought.dtype)
-            if found is not None:
+        what, brought = "image", x
+        if x is None:
+            what, brought = "measurement", next(iter(ys or ()), None)
+        each = zip(self.local_indices, self._spread, ys or repeat(None), strict=False)
+        for (i, operator, y), fidelity in zip(each, fidelities or repeat(None), strict=False):
+            if isinstance(operator, Whole):
+                continue  # which says itself what it needs, on its owner
+            found = None if brought is None else operator.misfit(brought.dtype)
+            if brought is not None and found is not None:
                 return (
                     f": operator {i} has numbers of {found}, and the {what} has {brought.dtype}; "
                     f"convert one of them, say with .to({found})"
                 )
-        if ys is None:
-            return ""
-        for i, operator, y in zip(self.local_indices, self._spread, ys, strict=True):
-            if isinstance(operator, PartOperator):
-                expected = operator.codomain.local_shape
-                if tuple(y.shape) != expected:
-                    return f": measurement {i} must be of shape {expected}, got {tuple(y.shape)}"
-        for fidelity, operator in zip(fidelities or (), self._spread, strict=False):
-            if isinstance(operator, PartOperator) and fidelity.problem:
-                return fidelity.problem
+            expected = operator.codomain.local_shape
+            if y is not None and tuple(y.shape) != expected:
+                return f": measurement {i} must be of shape {expected}, got {tuple(y.shape)}"
+            if fidelity is not None and fidelity.problem:
+                problem: str = fidelity.problem
+                return problem
         return ""
 
     @contextmanager
@@ -493,7 +497,10 @@ class DistributedPhysics:
         At a first call an error of one operator is told to all workers: those without would wait.
         """
         try:
-            with noticing(call.problems), computing_with(call.copies, call.users) as parameters:
+            with (
+                setting(noticed, call.problems),
+                computing_with(call.copies, call.users) as parameters,
+            ):
                 yield parameters
         except MISFITS as error:
             # Operators on parts may raise in the middle of a movement: nobody can be told then.

@@ -23,8 +23,9 @@ from tessel.core import (
     agree,
     anchored_zeros,
     grad_alike,
+    shared_whole,
 )
-from tessel.imaging.context import DistributedContext, is_whole, whole_layout
+from tessel.imaging.context import DistributedContext, check_choice, is_whole
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,
@@ -111,7 +112,7 @@ class DistributedPrior:
         self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
         shape = tuple(self.strategy.signal_shape)
-        self.layout = layout or whole_layout(ctx.partition, shape)
+        self.layout = layout or shared_whole(ctx.partition, shape)
         if self.layout.shape != shape:
             raise ValueError(
                 f"the strategy {self.strategy!r} is for an image of {shape}, and the parts are of "
@@ -120,7 +121,7 @@ class DistributedPrior:
         self._in_place = Tiling(self.layout, self.strategy, ctx.sharding)  # of gather=False
         self.tiling = tiling_of(self.layout, self.strategy, ctx.sharding)
         self.num_patches = self.tiling.count
-        self.active, self._num_workers = self.layout.partition.active, self.layout.partition.size
+        self.active = self.layout.partition.active
         self.local_indices = self.tiling.indices() if self.active else []
         self._label = f"DistributedPrior({self.num_patches} patches over {ctx.world_size} workers)"
         self._read: LinearOperator = (
@@ -153,31 +154,17 @@ class DistributedPrior:
         gather: bool,
     ) -> Tensor:
         """This worker's part of what a function of patches makes of the image."""
-        call, x, layout = f"{self._label}.{name}", local_data(signal), self.layout
+        call, layout = f"{self._label}.{name}", self.layout
         if not (gather or is_whole(layout)):
             raise NotImplementedError(
                 f"{call}: gather=False is for a whole image on every worker; of one in parts "
                 f"each worker gets its part"
             )
-        fits = isinstance(x, Tensor) and tuple(x.shape) == layout.local_shape
-        if self.ctx.debug and layout.shared and fits:  # else all raise, as their calls differ
-            self.ctx.check_same(x, layout, f"the input of {call}")
         if not self.active:
-            return x
+            return local_data(signal)
         tensors = learned(self._users, (args, settings))
-        call = f"{call}{gradients_of(tensors)}" if tensors else call
-        if not fits:  # that of another worker may fit: all are told, and raise
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            problem = f"{call}: expected a part of shape {layout.local_shape}, got {got}"
-            agree(layout.partition, problem)
-            raise ValueError(problem)
-        if self._num_workers > 1:
-            agreement = self._agreements.get(call)
-            if agreement is None:
-                P = layout.partition
-                agreement = Agreement(P.prepare(), call, P.ranks, lambda shapes, meta: meta)
-                self._agreements[call] = agreement
-            x = grad_alike(x, agreement.agree_on(x))  # graphs of all workers are alike
+        said = f"{call}{gradients_of(tensors)}" if tensors else call
+        x = self._agreed(call, said, local_data(signal))
         copies = Copies()
         if tensors:  # each worker sees some of the patches: gradients of what all use are summed
             copies.add(tensors, layout.partition)
@@ -190,15 +177,34 @@ class DistributedPrior:
         # At the first call all workers raise or none does: one without patches finds nothing
         # itself. Later calls cost no message, and the worker that finds something raises.
         problem = problems[0] if problems else ""
-        if torch.is_grad_enabled() and call not in self._checked:
-            self._checked.add(call)
-            agree(layout.partition, f"{call} {problem}")
+        if torch.is_grad_enabled() and said not in self._checked:
+            self._checked.add(said)
+            agree(layout.partition, f"{said} {problem}")
         if problem:
             raise ValueError(problem)
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)
         return tiling.finish(written) if gather else written
+
+    def _agreed(self, call: str, said: str, x: Tensor) -> Tensor:
+        """This worker's part of an image, if all have theirs and say the same; or all raise."""
+        layout = self.layout
+        if not isinstance(x, Tensor) or tuple(x.shape) != layout.local_shape:
+            # that of another worker may fit: all are told, and raise
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            problem = f"{said}: expected a part of shape {layout.local_shape}, got {got}"
+            agree(layout.partition, problem)
+            raise ValueError(problem)
+        if self.ctx.debug and layout.shared:
+            self.ctx.check_same(x, layout, f"the input of {call}")
+        if layout.partition.size == 1:
+            return x
+        if said not in self._agreements:
+            P = layout.partition
+            found = Agreement(P.prepare(), said, P.ranks, lambda shapes, meta: meta)
+            self._agreements[said] = found
+        return grad_alike(x, self._agreements[said].agree_on(x))  # graphs of all workers are alike
 
     def _made(
         self,
@@ -278,11 +284,7 @@ class DistributedProcessing(torch.nn.Module):
         checkpoint_preserve_rng_state: bool = True,
     ) -> None:
         super().__init__()
-        if checkpoint_batches not in CHECKPOINTING:
-            raise ValueError(
-                f"checkpoint_batches must be one of {', '.join(CHECKPOINTING)}, "
-                f"got {checkpoint_batches!r}"
-            )
+        check_choice("checkpoint_batches", checkpoint_batches, CHECKPOINTING)
         if strategy is not None and max_batch_size is not None:
             raise ValueError(
                 f"max_batch_size={max_batch_size} is for the tiling of this library: the strategy "

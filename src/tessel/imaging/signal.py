@@ -10,8 +10,18 @@ from operator import index as as_int
 import torch
 from torch import Tensor
 
-from tessel.core import Cut, Layout, Move, Partition, Shape, agree, checksum_of
-from tessel.imaging.context import DistributedContext, drifted, is_whole, whole_layout
+from tessel.core import (
+    Cut,
+    Layout,
+    Move,
+    Partition,
+    Shape,
+    TensorMeta,
+    agree,
+    checksum_of,
+    shared_whole,
+)
+from tessel.imaging.context import DistributedContext, drifted, is_whole
 
 Grid = Partition | Layout | Sequence[int]
 
@@ -142,24 +152,30 @@ class DistributedSignal:
         assert part is not None
         found = drifted(self.layout, {worker: numbers[0] for worker, numbers in told.items()})
         if found is not None:
-            worker, first = found
-            what = (
-                f"DistributedSignal.update_: worker {worker} has other values than worker "
-                f"{first}, where one shared value is expected"
-            )
-            way_out = (
-                f"compute it in the same way on all workers, or take that of one: "
-                f"update_(data, source={first})"
-            )
-            if self.ctx.debug:
-                raise ValueError(f"{what}: workers drifted apart; {way_out}")
-            if meta.needs_grad or meta.has_tangent:
-                raise ValueError(f"{what} and a gradient goes through it; {way_out}")
-            part = self._of_first(part)
+            part = self._of_first(part, meta, *found)
         self._data = part.to(self.device, copy=True)
 
-    def _of_first(self, part: Tensor) -> Tensor:
-        """What the first worker that holds a part has of it, on all that hold it."""
+    def _of_first(self, part: Tensor, meta: TensorMeta, worker: int, first: int) -> Tensor:
+        """What the first worker that holds a part has of it, on all that hold it; or all raise.
+
+        Args:
+            part: what this worker has.
+            meta: what all know about these.
+            worker: one that has other values than the first one.
+            first: that one.
+        """
+        what = (
+            f"DistributedSignal.update_: worker {worker} has other values than worker {first}, "
+            f"where one shared value is expected"
+        )
+        way_out = (
+            f"compute it in the same way on all workers, or take that of one: "
+            f"update_(data, source={first})"
+        )
+        if self.ctx.debug:
+            raise ValueError(f"{what}: workers drifted apart; {way_out}")
+        if meta.needs_grad or meta.has_tangent:
+            raise ValueError(f"{what} and a gradient goes through it; {way_out}")
         # Along the shared axes the first dimension is cut into all of it and nothing, so that the
         # workers need no other group than that of the layout.
         cut, *others = self.layout.cuts
@@ -178,7 +194,7 @@ class DistributedSignal:
         """All of it, on every worker."""
         if self.is_whole:
             return self.data
-        return Move(self.layout, whole_layout(self.ctx.partition, self._shape)).apply(self.data)
+        return Move(self.layout, shared_whole(self.ctx.partition, self._shape)).apply(self.data)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """The inner product ⟨a, b⟩ of two tensors in this layout; no gradient goes through it."""
@@ -238,7 +254,7 @@ def local_data(value: Image) -> Tensor:
 def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> Layout:
     """The layout of a signal: whole and shared, or split by a partition, grid or layout."""
     if partition is None:
-        return whole_layout(ctx.partition, shape)
+        return shared_whole(ctx.partition, shape)
     if isinstance(partition, Layout):
         if partition.shape != shape:
             raise ValueError(

@@ -27,16 +27,17 @@ from tessel.core import (
     Shape,
     agree,
     anchored_zeros,
+    shared_whole,
     tell,
     total,
 )
-from tessel.imaging.context import DistributedContext, whole_layout
-from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.context import DistributedContext, check_choice
+from tessel.imaging.fidelity import REDUCTIONS, DistributedDataFidelity
 from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import LocalTensors
 from tessel.imaging.parameters import anchor_of, depending_on
 from tessel.imaging.parts.operators import normal
-from tessel.imaging.physics import DistributedPhysics, Factory, Term
+from tessel.imaging.physics import AT_IMAGE, DistributedPhysics, Factory, Term
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.solvers.linear import largest_eigenvalue
 from tessel.imaging.solvers.method import Space
@@ -79,11 +80,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         factory_kwargs: Mapping[str, Any] | None = None,
         gather_strategy: str = "concatenated",
     ) -> None:
-        if gather_strategy not in GATHER_STRATEGIES:
-            raise ValueError(
-                f"gather_strategy must be one of {', '.join(GATHER_STRATEGIES)}, "
-                f"got {gather_strategy!r}"
-            )
+        check_choice("gather_strategy", gather_strategy, GATHER_STRATEGIES)
         super().__init__(ctx, num_operators, factory, factory_kwargs)
         self._kinds: dict[tuple[int, ...], list[list[Kind]]] = {}  # of all workers, by checksums
         # The names of deepinv for what has other names in the document.
@@ -114,8 +111,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         self, x: Image, v: Sequence[Tensor], gather: bool = True, reduce_op: str | None = "sum"
     ) -> Any:
         """The products J_i(x)ᵀ v_i, summed; see `DistributedStackedLinearPhysics.A_adjoint`."""
-        terms = repeat(lambda op, v, call: op.A_vjp(call.x, v))
-        return self._images("A_vjp", terms, x, self.own(v), gather, reduce_op)
+        return self._images("A_vjp", x, self.own(v), gather, reduce_op, AT_IMAGE)
 
     def own(self, ys: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of measurements of all operators those of this worker, which may also be given alone."""
@@ -138,20 +134,20 @@ class DistributedStackedPhysics(DistributedPhysics):
     def _images(
         self,
         method: str,
-        terms: Iterable[Term],
         x: Image | None,
         ys: Sequence[Tensor] | None,
         gather: bool,
         reduce_op: str | None,
+        terms: Iterable[Term] | None = None,
         **settings: Any,
     ) -> Any:
         """The images that operators give back: their sum or mean, or each of them."""
         if not gather or reduce_op is None:
-            found = self._each(method, terms, x, ys, **settings)
+            found = self._each(method, x, ys, terms, **settings)
             like = None if x is None else local_data(x)
             return self._finished(method, found, gather, reduce_op, like)
         _check_reduce_op(reduce_op)
-        image = self._summed(method, terms, x, ys, **settings)
+        image = self._summed(method, x, ys, terms, **settings)
         return image / self.num_ops if reduce_op == "mean" else image
 
     def _finished(
@@ -227,7 +223,7 @@ class DistributedStackedPhysics(DistributedPhysics):
             # Graphs of all workers are alike: one that needs no gradient helps those that do.
             row = row if row.requires_grad else row.detach().requires_grad_()
         layout = Layout.from_lengths(partition, [lengths])
-        rows = Move(layout, whole_layout(partition, layout.shape)).apply(row)
+        rows = Move(layout, shared_whole(partition, layout.shape)).apply(row)
         found, start = {}, 0
         for i, shape, _ in (each for theirs in kinds for each in theirs):
             found[i] = rows[start : start + prod(shape)].reshape(shape)
@@ -275,8 +271,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             gather: False: what this worker's operators give.
             reduce_op: "sum", "mean", or None for the images A_iᵀ y_i themselves.
         """
-        terms = repeat(lambda op, y, call: op.A_adjoint(y))
-        return self._images("A_adjoint", terms, None, self.own(y), gather, reduce_op)
+        return self._images("A_adjoint", None, self.own(y), gather, reduce_op)
 
     def A_vjp(
         self, x: Image, v: Sequence[Tensor], gather: bool = True, reduce_op: str | None = "sum"
@@ -288,8 +283,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         self, x: Image, gather: bool = True, reduce_op: str | None = "sum", **settings: Any
     ) -> Any:
         """The image Σ_i A_iᵀ A_i x."""
-        terms = repeat(lambda op, x, call: op.A_adjoint_A(x, **call.settings))
-        return self._images("A_adjoint_A", terms, x, None, gather, reduce_op, **settings)
+        return self._images("A_adjoint_A", x, None, gather, reduce_op, **settings)
 
     def A_A_adjoint(self, y: Sequence[Tensor], gather: bool = True) -> Any:
         """The measurements A_i Σ_j A_jᵀ y_j; the image between them is that of all operators."""
@@ -331,7 +325,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         asked = {"solver": None if solver == "CG" else solver, "max_iter": max_iter, "tol": tol}
         given = {name: value for name, value in asked.items() if value is not None}
         inverses = repeat(lambda op, y, call: op.physics.A_dagger(y, **given))
-        images = self._each("A_dagger", inverses, None, self.own(y))
+        images = self._each("A_dagger", None, self.own(y), inverses)
         return self._finished("A_dagger", images, gather, "mean")
 
     def compute_sqnorm(
@@ -359,7 +353,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             like = local_data(x0)
             found = like.new_zeros((), dtype=like.real.dtype)
             here = Partition((transport.this_worker(),), (1,))
-            alone = Space(whole_layout(here, tuple(like.shape)), here)
+            alone = Space(shared_whole(here, tuple(like.shape)), here)
             for each in self.local_physics:
                 if hasattr(each, "compute_sqnorm"):
                     own = each.compute_sqnorm(like, max_iter=max_iter, tol=tol, verbose=False)
@@ -406,7 +400,7 @@ class DistributedStackedFidelity(torch.nn.Module):
         reduction: str = "sum",
     ) -> None:
         super().__init__()
-        check_reduction(reduction)
+        check_choice("reduction", reduction, REDUCTIONS)
         self.ctx = ctx
         self.reduction = reduction
         self.num_operators = num_operators
@@ -470,7 +464,7 @@ class DistributedStackedFidelity(torch.nn.Module):
         """argmin_u gamma f(u, y) + ½‖u − x‖², by conjugate gradients, where f is quadratic."""
         own = self._of(physics, y)
         gradient = SimpleNamespace(grad=lambda u: own.grad(u, *args, **settings))
-        layout = whole_layout(self.ctx.partition, tuple(x.shape))
+        layout = shared_whole(self.ctx.partition, tuple(x.shape))
         derives = torch.is_grad_enabled()
         return fidelity_prox(gradient, x, gamma, Space.of(x, layout, derives))
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel.core import Box, Cut, Interval, Layout, Move, boxes
-from tessel.imaging.context import is_whole, local_indices, whole_layout
+from tessel.core import Box, Cut, Interval, Layout, Move, boxes, shared_whole
+from tessel.imaging.context import is_whole, local_indices
 from tessel.imaging.distribution_strategies.strategies import (
     BasicStrategy,
     Pairs,
@@ -153,7 +153,7 @@ class GatheredCores(Tiling):
     @cached_property
     def _write(self) -> Move:
         partition = self.layout.partition
-        return Move(self.written, whole_layout(partition, self.written.shape))
+        return Move(self.written, shared_whole(partition, self.written.shape))
 
     @cached_property
     def _numbers(self) -> list[list[int]]:

@@ -19,7 +19,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.boxes import Interval
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.tensor import Tensor, from_local
 
@@ -130,27 +130,17 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
             f"to_dtensor: DTensor cannot say {layout}, but parts as torch.chunk cuts them; call "
             f"x.move_to(tessel.interop.layout_of(mesh, {tuple(placements)}, x.shape)) first"
         )
-    part = x.local
-    return DTensor.from_local(
-        part,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(layout.shape),
-        stride=_stride(part, layout.shape),
-    )
-
-
-def _stride(part: torch.Tensor, shape: Shape) -> tuple[int, ...]:
-    """The strides of the whole, if it lay in memory in the order of the part."""
+    part, shape = x.local, layout.shape
+    # The strides of the whole, if it lay in memory in the order of the part; outside there is none.
+    like = part if part.ndim == len(shape) else torch.empty(shape, device="meta")
     step, strides = 1, [0] * len(shape)
-    sizes = tuple(part.shape) if part.ndim == len(shape) else shape  # outside there is no part
-    order = part.stride() if part.ndim == len(shape) else torch.empty(shape, device="meta").stride()
     # a dimension of length 1 may have any stride, and comes where it stands
-    for dim in sorted(range(len(shape)), key=lambda d: (order[d], sizes[d] == 1, -d)):
+    for dim in sorted(range(len(shape)), key=lambda d: (like.stride()[d], like.shape[d] == 1, -d)):
         strides[dim] = step
         step *= max(1, shape[dim])
-    return tuple(strides)
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
 
 
 Tensor.as_dtensor = staticmethod(to_dtensor)

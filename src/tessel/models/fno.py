@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.core.shared import total, used
+from tessel.core.shared import used
 from tessel.models.model import Model
 from tessel.models.spectral import (
     Modes,
@@ -27,6 +27,7 @@ from tessel.models.weights import Block, Mixing, Projection, SpectralWeight
 from tessel.nn.layer import Result
 from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
 from tessel.operators.space import COMPLEX_OF, Shape, checked_length
+from tessel.state import clip_grad_norm_
 from tessel.transport import kept_in_job
 
 MAX_DIMS = 4  # of space
@@ -108,28 +109,19 @@ class FNO(Model, torch.nn.Module):
             raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
         checked_length("FNO", "blocks", blocks)
         self.agree_on_form(blocks=blocks, modes=str(self.modes), dtype=kind)
-        self._draw(blocks, kind)
-        self.to(device)  # after drawing, which is done on the CPU: the same numbers on any device
-
-    def _draw(self, blocks: int, dtype: torch.dtype) -> None:
-        """Make the parameters, from random numbers that all workers have."""
-        usual = usual_convolution(self.P_x, self.width, self.modes, dtype).operator
+        usual = usual_convolution(P_x, self.width, self.modes, kind).operator
         # Of the first worker: all have the same parameters then, whatever their random seeds.
         seed = usual.agreed_number(int(torch.randint(2**62, (), device="cpu")))
-        generator = torch.Generator().manual_seed(seed)
-
-        def mixing(m: int, n: int) -> Mixing:
-            return Mixing(m, n, generator, dtype)
-
-        # Each spectral weight draws by a generator of its own, of which workers keep their parts.
-        def block(number: int) -> Block:
-            spectral = SpectralWeight(self.P_x, self.width, self.modes, seed + 1 + number, dtype)
-            return Block(spectral, mixing(self.width, self.width))
-
+        mixing = partial(Mixing, generator=torch.Generator().manual_seed(seed), dtype=kind)
         self.lift = mixing(self.width, self.in_channels)
-        self.blocks = torch.nn.ModuleList(block(number) for number in range(blocks))
+        # Each spectral weight draws by a generator of its own, of which workers keep their parts.
+        spectral = partial(SpectralWeight, P_x, self.width, self.modes, dtype=kind)
+        self.blocks = torch.nn.ModuleList(
+            Block(spectral(seed + 1 + k), mixing(self.width, self.width)) for k in range(blocks)
+        )
         inner, outer = mixing(self.hidden, self.width), mixing(self.out_channels, self.hidden)
         self.projection = Projection(inner, outer)
+        self.to(device)  # after drawing, which is done on the CPU: the same numbers on any device
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
         # Workers have agreed on the layout and the dtype: what is wrong raises on all of them.
@@ -189,26 +181,7 @@ class FNO(Model, torch.nn.Module):
         >>> bool(model.clip_grad_norm_(0.1) > 0.1), bool(model.clip_grad_norm_(0.1) > 0.1001)
         (True, False)
         """
-        square = torch.zeros((), dtype=self.dtype, device=self.lift.weight.device)
-        if not self.P_x.active:
-            return square
-        grads = []
-        for module in self.modules():
-            for parameter in module.parameters(recurse=False):
-                if (grad := parameter.grad) is None:
-                    continue
-                if isinstance(module, SpectralWeight):
-                    layout = module.layout
-                else:
-                    layout = Layout.whole(self.P_x, tuple(grad.shape), shared=True)
-                # An inner product counts what several workers store once.
-                square = square + layout.local_inner(grad, grad)
-                grads.append(grad)
-        norm = total(square, self.P_x).sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-        for grad in grads:
-            grad.mul_(factor)
-        return norm
+        return clip_grad_norm_(self, max_norm, partition=self.P_x)
 
     def extra_repr(self) -> str:
         counts = ", ".join(map(str, self.modes.counts))

@@ -29,7 +29,7 @@ class Mixing(torch.nn.Module):
         bound = n**-0.5  # as torch's own linear layers begin
 
         def uniform(*shape: int) -> Parameter:
-            drawn = torch.rand(shape, generator=generator, dtype=dtype)
+            drawn = torch.rand(shape, generator=generator, dtype=dtype, device="cpu")
             return Parameter((2 * drawn - 1) * bound)
 
         self.weight, self.bias = uniform(m, n), uniform(m)

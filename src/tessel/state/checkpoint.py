@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +58,9 @@ class Part(Tensor):
         return whole
 
     @classmethod
-    def of(cls, part: Tensor, layout: Layout) -> Part:
-        """This worker's part of a tensor, of which `layout` says where its parts lie."""
-        box = layout.box()
+    def of(cls, part: Tensor, layout: Layout, worker: int | None = None) -> Part:
+        """A worker's part, by default this one's, of a tensor that lies in a layout."""
+        box = layout.box(worker)
         return cls(part, layout.shape, None if box is None else tuple(start for start, _ in box))
 
     @classmethod
@@ -139,12 +138,7 @@ class ModelState:
         _note_reader(False)
         places = Places.of(self.module, self.partition, "ModelState")
         state = self.module.state_dict()
-        problems = [
-            f"{name} has the shape {tuple(state[name].shape)}, where its part of {layout} has "
-            f"{layout.local_shape}"
-            for name, layout in places.layouts.items()
-            if name in state and tuple(state[name].shape) != layout.local_shape
-        ]
+        problems = places.problems(state, _misfit)
         places.agree("ModelState.state_dict", state, problems)
         return {name: _part(value, places, name) for name, value in state.items()}
 
@@ -194,8 +188,16 @@ class OptimizerState:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         places = Places.of(self.module, self.partition, "OptimizerState")
-        with _without_gradients(self._own):
+        # Gradients are put aside, with which torch would not make a state before the first step.
+        parameters = [each for group in self._own.param_groups for each in group["params"]]
+        grads = [] if self._own.state else [(each, each.grad) for each in parameters]
+        try:
+            for each, _ in grads:
+                each.grad = None
             state: dict[str, Any] = get_optimizer_state_dict(self.module, self._own)
+        finally:
+            for each, grad in grads:
+                each.grad = grad
         kept = state["state"]
         if self._is_redundant:  # all workers write the groups with all parameters
             pairs = zip(self._own.param_groups, self.optimizer.param_groups, strict=True)
@@ -204,12 +206,12 @@ class OptimizerState:
                 for own, group in pairs
             ]
         problems = [
-            f"the value {what!r} of an optimizer for {name} has the shape {tuple(value.shape)}, "
-            f"where its part of {layout} has {layout.local_shape}"
+            text
             for name, values in kept.items()
             if (layout := places.layouts.get(name)) is not None and places.is_apart(layout)
             for what, value in values.items()
-            if _is_tensor(value) and tuple(value.shape) != layout.local_shape
+            if _is_tensor(value)
+            if (text := _misfit(f"the value {what!r} of an optimizer for {name}", value, layout))
         ]
         listing = [f"{what!r} for {name}" for name, values in kept.items() for what in values]
         if self._is_redundant:  # of which each worker has some
@@ -304,23 +306,17 @@ def _warn_of_pickles() -> None:
             )
 
 
-@contextmanager
-def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Put gradients aside, with which torch would not make a state before the first step."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    kept = [] if optimizer.state else [(each, each.grad) for each in parameters]
-    for each, _ in kept:
-        each.grad = None
-    try:
-        yield
-    finally:
-        for each, grad in kept:
-            each.grad = grad
-
-
 def _is_tensor(value: Any) -> bool:
     """Whether it is more than a single number."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _misfit(name: str, value: Tensor, layout: Layout) -> str:
+    """What is wrong with the shape of a part, or nothing."""
+    if tuple(value.shape) == layout.local_shape:
+        return ""
+    shapes = f"{tuple(value.shape)}, where its part of {layout} has {layout.local_shape}"
+    return f"{name} has the shape {shapes}"
 
 
 def _part(value: Any, places: Places, name: str) -> Any:

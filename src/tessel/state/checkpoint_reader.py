@@ -52,7 +52,7 @@ class CheckpointReader(FileSystemReader):
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
             with open(path, "rb") as file, _unchanged():
-                found = _read(_Unpickler(file, path), path)
+                found = _Unpickler(file, path).metadata()
         except ValueError as error:
             self._refusal = error
             raise
@@ -83,6 +83,25 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)
         self._path = path
+
+    def metadata(self) -> Metadata:
+        """What is in the file, if that is what torch writes."""
+        try:
+            found = self.load()
+            is_right = isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict)
+            files = [info.relative_path for info in found.storage_data.values()] if is_right else []
+            is_right = is_right and all(Path(name).name == name for name in files)
+            is_right = is_right and isinstance(found.storage_meta, metadata.StorageMeta | None)
+            problem = "they describe no files beside it"
+        except Exception as error:  # a damaged pickle may raise anything
+            if isinstance(error, ValueError) and INSTEAD in str(error):
+                raise
+            is_right, problem = False, f"{type(error).__name__}: {error}"
+        if not is_right:
+            raise ValueError(
+                f"{self._path} is damaged, or holds no metadata of a checkpoint: {problem}"
+            )
+        return found
 
     def find_class(self, module: str, name: str) -> Any:
         if (known := _KNOWN.get((module, name))) is not None:
@@ -130,30 +149,6 @@ def _unchanged() -> Iterator[None]:
             for name, value in attributes.items():
                 if vars(kind)[name] is not value:
                     setattr(kind, name, value)
-
-
-def _read(unpickler: _Unpickler, path: Path) -> Metadata:
-    """Metadata that are what torch writes."""
-    try:
-        found = unpickler.load()
-        is_right = isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict)
-        files = [info.relative_path for info in found.storage_data.values()] if is_right else []
-        is_right = is_right and all(Path(name).name == name for name in files)
-        is_right = is_right and isinstance(found.storage_meta, metadata.StorageMeta | None)
-    except ValueError as error:
-        if INSTEAD in str(error):
-            raise
-        raise _damaged(path, error) from error
-    except Exception as error:  # a damaged pickle may raise anything
-        raise _damaged(path, error) from error
-    if not is_right:
-        raise _damaged(path, "they describe no files beside it")
-    return found
-
-
-def _damaged(path: Path, problem: object) -> ValueError:
-    what = f"{type(problem).__name__}: {problem}" if isinstance(problem, Exception) else problem
-    return ValueError(f"{path} is damaged, or holds no metadata of a checkpoint: {what}")
 
 
 class _CheckedPlanner:

@@ -15,6 +15,7 @@ from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import shared_whole
 from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
@@ -23,6 +24,11 @@ from tessel.state.places import row_of_model
 from tessel.transport import code_of, kept_in_job
 
 NO_GRADIENT = -1.0  # where the norm of a gradient would be, which is never negative
+NOT_FINITE = (  # torch's own words
+    "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be "
+    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+    "`error_if_nonfinite=False`"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class ParameterPiece:
     @classmethod
     def of(cls, name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
         """A parameter whose parts lie so; without a layout all workers of the row share it."""
-        counted, holders = _holders(layout or Layout.whole(row, (), shared=True))
+        counted, holders = _holders(layout or shared_whole(row, ()))
         others = [worker for some in holders for worker in some if row.place(worker) is None]
         if others:
             raise ValueError(
@@ -52,15 +58,6 @@ class ParameterPiece:
                 f"which are not among these; pass `partition`, with all workers that hold the model"
             )
         return cls(name, value, counted, holders)
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        return tuple(sorted(worker for some in self.holders for worker in some))
-
-    @property
-    def identity(self) -> str:
-        """What all workers must agree on."""
-        return f"{self.counted} {self.holders}"
 
     def norm(self, norm_type: float) -> Tensor:
         """The norm of its gradient; of no values, that which does not change those of others."""
@@ -142,33 +139,14 @@ def clip_grad_norm_(
     0.5
     """
     found = list(_named(parameters))
-    row = row_of_model((layout.partition for _, _, layout in found if layout), partition)
-    if not row.active:
-        if any(value.grad is not None and value.grad.numel() for _, value, _ in found):
-            raise ValueError(
-                f"clip_grad_norm_ over {row}: this worker is not one of these and has gradients; "
-                f"pass `partition`, with all workers that hold the model"
-            )
-        return torch.tensor(0.0)
-    pieces = [ParameterPiece.of(name, value, layout, row) for name, value, layout in found]
-    # as a number, for errors quote what workers say, and this may be long
-    code = code_of(" ".join(piece.identity for piece in pieces))
-    agree(
-        row,
-        f"clip_grad_norm_ of {len(pieces)} parameters, max_norm={max_norm!r}, "
-        f"norm_type={norm_type!r}, error_if_nonfinite={error_if_nonfinite!r}, over {row}, whose "
-        f"shards lie as the number {code} says",
-    )
+    settings = f"{max_norm=!r}, {norm_type=!r}, {error_if_nonfinite=!r}"
     with torch.no_grad():
-        total = _total(pieces, float(norm_type), row)
+        total = total_norm(found, float(norm_type), partition, settings)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is "
-                f"non-finite, so it cannot be clipped. To disable this error and scale the "
-                f"gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-            )
-        values = [each.value for each in pieces]
-        torch.nn.utils.clip_grads_with_norm_(values, max_norm, total, foreach)
+            raise RuntimeError(NOT_FINITE.format(norm_type))
+        torch.nn.utils.clip_grads_with_norm_(
+            [each for _, each, _ in found], max_norm, total, foreach
+        )
     return total
 
 
@@ -197,7 +175,7 @@ def _layout_of(parameter: Tensor) -> Layout | None:
     sharding, sharing = sharding_of(parameter), shared_by(parameter)
     if sharding is not None:
         return Layout.balanced(sharding.partition, (sharding.partition.size,))
-    return None if sharing is None else Layout.whole(sharing, (), shared=True)
+    return None if sharing is None else shared_whole(sharing, ())
 
 
 @kept_in_job
@@ -209,8 +187,29 @@ def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ..
     return tuple(counted), tuple(tuple(layout.holders(places[worker])) for worker in counted)
 
 
-def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:
-    """The norm of the whole model, of the dtype and on the device that torch gives it."""
+def total_norm(
+    found: Sequence[Named], norm_type: float, partition: Partition | None, settings: str
+) -> Tensor:
+    """The norm of the whole model, of the dtype and on the device that torch gives it.
+
+    The workers that hold it agree on the parameters and on the settings first.
+    """
+    row = row_of_model((layout.partition for _, _, layout in found if layout), partition)
+    if not row.active:
+        if any(value.grad is not None and value.grad.numel() for _, value, _ in found):
+            raise ValueError(
+                f"clip_grad_norm_ over {row}: this worker is not one of these and has gradients; "
+                f"pass `partition`, with all workers that hold the model"
+            )
+        return torch.tensor(0.0)
+    pieces = [ParameterPiece.of(name, value, layout, row) for name, value, layout in found]
+    # as a number, for errors quote what workers say, and this may be long
+    code = code_of(" ".join(f"{each.counted} {each.holders}" for each in pieces))
+    agree(
+        row,
+        f"clip_grad_norm_ of {len(pieces)} parameters, {settings}, over {row}, whose shards lie as "
+        f"the number {code} says",
+    )
     if not pieces:
         return torch.tensor(0.0)  # as torch has it
     # Norms alone travel, a number for each parameter, and all of them in one message.
@@ -220,7 +219,8 @@ def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -
     norms = gathering(shard_layout(row, (row.size, len(pieces)), 0)).apply(own[None]).cpu()
     wholes = []
     for number, piece in enumerate(pieces):
-        column = {worker: norms[row.place(worker) or 0, number] for worker in piece.workers}
+        workers = sorted(worker for some in piece.holders for worker in some)
+        column = {worker: norms[row.place(worker) or 0, number] for worker in workers}
         piece.check(column)  # every worker has all norms: all raise, or none
         counted = torch.stack([column[worker] for worker in piece.counted])
         if not bool((counted == NO_GRADIENT).all()):
@@ -230,7 +230,7 @@ def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -
     if not wholes:
         return torch.tensor(0.0)
     total = vector_norm(torch.stack(wholes), norm_type)
-    values = [piece.value for piece in pieces]
+    values = [value for _, value, _ in found]
     with_grads = [value for value in values if value.grad is not None] or values
     real = (d.to_real() if (d := value.dtype).is_complex else d for value in with_grads)
     dtype = reduce(torch.promote_types, real)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.shared import shared_whole
 from tessel.distributed.shards import as_plain
+from tessel.distributed.torch_call import mapped, tensors_in
 from tessel.state.places import Places
 from tessel.tensor.tensor import move
 
@@ -71,16 +72,16 @@ class Receiver(Relocator):
             plain = as_plain(value).detach()
             return plain.to("cpu" if plain.dim() == 0 else "meta")
 
-        told = tell(places.row, _mapped(state, outlined))
+        told = tell(places.row, mapped(outlined, dict(state)))
         super().__init__(places, told[places.row.ranks[0]])
         self._device = device
         # Outline and state have their tensors in the same order; other workers have no state.
-        given = _tensors(state) if places.first.active else []
-        self._given = dict(zip(map(id, _tensors(self.outline)), given, strict=False))
+        given = tensors_in(dict(state)) if places.first.active else []
+        self._given = dict(zip(map(id, tensors_in(self.outline)), given, strict=False))
 
     def __call__(self, value: Any, layout: Layout | None) -> Any:
         if not isinstance(value, Tensor):
-            return _mapped(value, lambda each: self(each, None))
+            return mapped(lambda each: self(each, None), value)
         if not value.is_meta:
             return value
         shape = tuple(value.shape)
@@ -152,22 +153,4 @@ def kinds(state: Mapping[str, Any]) -> list[str]:
         same = first.setdefault(id(value), name)
         tie = "" if same == name else f", which is {same!r},"
         found.append(f"{name!r} of {value.dtype}{tie}")
-    return found
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same dictionaries and lists with other tensors."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, change) for each in value)
-    return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """All tensors in dictionaries and lists, in their order."""
-    found: list[Tensor] = []
-    _mapped(value, found.append)
     return found

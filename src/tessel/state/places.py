@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -80,6 +81,14 @@ class Places:
     def some_apart(self) -> bool:
         """Whether no worker has the whole model."""
         return any(map(self.is_apart, self.layouts.values()))
+
+    def problems(
+        self, state: Mapping[str, Any], check: Callable[[str, Any, Layout], str]
+    ) -> list[str]:
+        """What a check of a value by its layout finds wrong with those of a state."""
+        known = self.layouts.items()
+        found = (check(name, state[name], layout) for name, layout in known if name in state)
+        return [text for text in found if text]
 
     def agree(
         self,

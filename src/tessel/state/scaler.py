@@ -34,11 +34,7 @@ class ParallelGradScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self,
-        device: str = "cuda",
-        *args: Any,
-        partition: Partition | None = None,
-        **settings: Any,
+        self, device: str = "cuda", *args: Any, partition: Partition | None = None, **settings: Any
     ) -> None:
         super().__init__(device, *args, **settings)
         self.partition = row_of(partition)

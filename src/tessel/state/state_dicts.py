@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.distributed.torch_call import tensors_in
 from tessel.state.parts import (
     StateCollector,
     kinds,
@@ -58,17 +59,12 @@ def collect_state_dict(
     >>> {name: tuple(value.shape) for name, value in tessel.nn.collect_state_dict(model).items()}
     {'0.weight': (2, 3), '0.bias': (2,)}
     """
-    call = f"collect_state_dict({_settings(rank0_only, cpu_offload)})"
+    call = f"collect_state_dict({rank0_only=}, {cpu_offload=})"
     places = Places.of(module, partition, call)
     if not places.row.active:
         return {}
     given = module.state_dict(keep_vars=True) if state is None else state
-    problems = [
-        text
-        for name, layout in places.layouts.items()
-        if name in given and (text := local_problem(name, given[name], layout))
-    ]
-    places.agree(call, kinds(given), problems)
+    places.agree(call, kinds(given), places.problems(given, local_problem))
     collect = StateCollector(places, rank0_only, cpu_offload)
     whole = {name: collect(value, places.layouts.get(name)) for name, value in given.items()}
     named = {prefix + name: value for name, value in whole.items()}
@@ -112,15 +108,10 @@ def relocate_state_dict(
         state = _like(state, {name.removeprefix(prefix): each for name, each in state.items()})
     relocate = relocator(places, state, rank0_only, call, next(module.parameters(), None))
     outline = relocate.outline
-    problems = [
-        text
-        for name, layout in places.layouts.items()
-        if name in outline and (text := whole_problem(name, outline[name], layout))
-    ]
     # Shapes are listed as well: a whole state must be the same on all workers, shards need not.
     shapes = map(shape_text, outline.values())
     listing = [f"{kind}{each}" for kind, each in zip(kinds(outline), shapes, strict=True)]
-    places.agree(call, listing, problems)
+    places.agree(call, listing, places.problems(outline, whole_problem))
     return _like(
         outline, {name: relocate(each, places.layouts.get(name)) for name, each in outline.items()}
     )
@@ -156,7 +147,7 @@ def collect_optimizer_state_dict(
     >>> tuple(state["state"][0]["momentum_buffer"].shape)
     (2, 3)
     """
-    call = f"collect_optimizer_state_dict({_settings(rank0_only, cpu_offload)})"
+    call = f"collect_optimizer_state_dict({rank0_only=}, {cpu_offload=})"
     places = Places.of(module, partition, call)
     if not places.row.active:
         return {}
@@ -235,7 +226,7 @@ class _Entry:
         """Where it lies: as its parameter; None for what is the same for all shards."""
         value = self.value
         if not isinstance(value, Tensor):
-            return self._of_parameter if _has_tensors(value) else None
+            return self._of_parameter if tensors_in(value) else None
         # the step may be a tensor, and of one dimension
         is_number = value.dim() == 0 or (self.path[1] == "step" and value.numel() == 1)
         return None if is_number else self._of_parameter
@@ -251,7 +242,7 @@ class _Entry:
         """What keeps it from being put together or taken apart, or nothing."""
         what = f"the value {self.path[1]!r} of an optimizer for {self.name}"
         if not isinstance(self.value, Tensor):
-            several = self._some_apart and _has_tensors(self.value)
+            several = self._some_apart and tensors_in(self.value)
             return f"{what} holds several tensors; how they lie is not known" if several else ""
         if self.layout is None:
             return ""
@@ -276,16 +267,6 @@ def _with_values(state: Mapping[str, Any], values: Mapping[tuple[Any, str], Any]
     for (key, what), value in values.items():
         replaced[key][what] = value
     return {**state, "state": replaced}
-
-
-def _has_tensors(value: Any) -> bool:
-    inner = value.values() if isinstance(value, Mapping) else value
-    several = isinstance(value, Mapping | list | tuple)
-    return several and any(isinstance(each, Tensor) or _has_tensors(each) for each in inner)
-
-
-def _settings(rank0_only: bool, cpu_offload: bool) -> str:
-    return f"rank0_only={rank0_only}, cpu_offload={cpu_offload}"
 
 
 def _like(state: Mapping[str, Any], values: dict[str, Any]) -> State:

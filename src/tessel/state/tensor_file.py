@@ -140,7 +140,7 @@ class TensorFileWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._file.closed:
                 self.finish()
         finally:
             self.drop()  # unless it has its name
@@ -212,7 +212,18 @@ class TensorFile:
             self._check(entry.start == place, "its tensors overlap, or there is something between")
             place += entry.num_bytes
         self._check(place == end, f"it has {end} bytes of tensors and says that it has {place}")
-        self._blocks = self._block_sums()
+        # Files of other programs have no checksums.
+        self._blocks: dict[str, str] | None = None
+        if "tessel.checksum" in self.notes:
+            try:
+                sums = json.loads(self.notes.get("tessel.blocks", ""))
+                is_right = sums.keys() == self.entries.keys() and all(
+                    len(sums[name]) == 8 * _num_blocks(each) for name, each in self.entries.items()
+                )
+            except (ValueError, AttributeError, TypeError, RecursionError):
+                is_right = False
+            self._check(is_right, "it lacks checksums")
+            self._blocks = {name: str(each) for name, each in sums.items()}
 
     @property
     def is_checked(self) -> bool:
@@ -231,30 +242,27 @@ class TensorFile:
         # Along the first dimension the box is one run of bytes; of others all is read, and cut.
         (first, last), *others = box or [(0, 1)]
         row = prod(entry.shape[1:]) * entry.dtype.itemsize
-        data = self._bytes(name, entry, first * row, last * row)
+        # Whole blocks, whose checksums are compared, and of these the bytes that are asked for.
+        start, stop = first * row, last * row
+        begin, end = start - start % _BLOCK, min(entry.num_bytes, stop + -stop % _BLOCK)
+        with open(self.path, "rb") as file:
+            file.seek(self._begin + entry.start + begin)
+            data = memoryview(file.read(end - begin))
+        self._check(len(data) == end - begin, f"it ends within {name!r}")
+        sums = "" if self._blocks is None else self._blocks[name]
+        for place in range(0, len(data), _BLOCK) if sums else ():
+            at = 8 * ((begin + place) // _BLOCK)
+            written = sums[at : at + 8]
+            found = f"{zlib.crc32(data[place : place + _BLOCK]):08x}"
+            self._check(
+                found == written,
+                f"the bytes of {name!r} are not those that were written: they have the "
+                f"checksum {found}, not {written}",
+            )
+        data = data[start - begin : stop - begin]
         rows = tensor_of(data, entry.dtype, (last - first, *entry.shape[1:]) if box else ())
         part = rows[(slice(None), *(slice(*each) for each in others))] if box else rows
         return part.contiguous()
-
-    def _bytes(self, name: str, entry: TensorEntry, start: int, stop: int) -> memoryview:
-        """Some bytes of a tensor, whose blocks are right."""
-        first = start - start % _BLOCK
-        last = min(entry.num_bytes, stop + -stop % _BLOCK)
-        with open(self.path, "rb") as file:
-            file.seek(self._begin + entry.start + first)
-            data = memoryview(file.read(last - first))
-        self._check(len(data) == last - first, f"it ends within {name!r}")
-        if self._blocks is not None:
-            sums = self._blocks[name]
-            for place in range(0, len(data), _BLOCK):
-                at = 8 * ((first + place) // _BLOCK)
-                found = f"{zlib.crc32(data[place : place + _BLOCK]):08x}"
-                self._check(
-                    found == sums[at : at + 8],
-                    f"the bytes of {name!r} are not those that were written: they have the "
-                    f"checksum {found}, not {sums[at : at + 8]}",
-                )
-        return data[start - first : stop - first]
 
     def _notes(self, notes: Any, text: bytes) -> dict[str, str]:
         is_text = isinstance(notes, dict) and all(isinstance(v, str) for v in notes.values())
@@ -282,19 +290,6 @@ class TensorFile:
             is_right = False
         self._check(is_right, f"what it says of {name!r} is no tensor")
         return entry
-
-    def _block_sums(self) -> dict[str, str] | None:
-        if "tessel.checksum" not in self.notes:
-            return None
-        try:
-            sums = json.loads(self.notes.get("tessel.blocks", ""))
-            is_right = sums.keys() == self.entries.keys() and all(
-                len(sums[name]) == 8 * _num_blocks(entry) for name, entry in self.entries.items()
-            )
-        except (ValueError, AttributeError, TypeError, RecursionError):
-            is_right = False
-        self._check(is_right, "it lacks checksums")
-        return {name: str(each) for name, each in sums.items()}
 
     def _check(self, is_right: bool, problem: str) -> None:
         if not is_right:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -37,34 +36,25 @@ def save_weights(
     >>> tessel.nn.save_weights(model, path)
     >>> tessel.nn.load_weights(model, path)
     """
-    call = "save_weights"
     module = without_wrapper(module)
-    places = Places.of(module, partition, call)
+    places = Places.of(module, partition, "save_weights")
     if not places.row.active:
         return
     state = module.state_dict(keep_vars=True)
-    problems = [
-        text
-        for name, layout in places.layouts.items()
-        if name in state and (text := local_problem(name, state[name], layout))
-    ]
+    problems = places.problems(state, local_problem)
     problems += [
         f"the value {name} is a {type(value).__name__}, and a file of weights has tensors only"
         for name, value in state.items()
         if not isinstance(value, Tensor)
     ]
-    places.agree(call, kinds(state), problems)
-    whole = {
-        name: (value.dtype, places.layouts[name].shape if name in places.layouts else value.shape)
+    places.agree("save_weights", kinds(state), problems)
+    known: dict[str, Any] = {**state, **places.layouts}  # which have the shapes of whole values
+    whole = {name: (value.dtype, known[name].shape) for name, value in state.items()}
+    tensors = (  # one at a time, on the first worker
+        (name, StateCollector(places, True, True)(value, places.layouts.get(name)))
         for name, value in state.items()
-    }
-
-    def whole_tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, value in state.items():
-            collect = StateCollector(places, rank0_only=True, cpu_offload=True)
-            yield name, collect(value, places.layouts.get(name))
-
-    problem, tensors = "", whole_tensors()
+    )
+    problem = ""
     if places.first.active:
         try:
             with TensorFileWriter(path, whole) as writer:

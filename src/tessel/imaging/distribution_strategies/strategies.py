@@ -355,10 +355,7 @@ class PriorWindow:
 
 
 def tiles(
-    shape: Sequence[int],
-    patch: Sequence[int],
-    halo: Sequence[int],
-    stride: Sequence[int],
+    shape: Sequence[int], patch: Sequence[int], halo: Sequence[int], stride: Sequence[int]
 ) -> list[PriorWindow]:
     """Windows with cores of the size `patch`, row by row; those at the end may be smaller.
 

@@ -29,14 +29,15 @@ from tessel.core import (
     Move,
     Partition,
     ReceptiveField,
-    Replicate,
     Shape,
     TensorMeta,
     Window,
     boxes,
     reads,
+    replicate,
+    shared_whole,
 )
-from tessel.imaging.context import is_whole, whole_layout
+from tessel.imaging.context import check_choice, is_whole
 from tessel.tensor import periodic_halo
 from tessel.transport import kept_in_job
 
@@ -107,15 +108,11 @@ class Rows:
 
     def use(self, x: Tensor) -> Tensor:
         """The shared parts as this row's own; the adjoint sums over the rows."""
-        return self._use.apply(x) if self.count > 1 else x
+        return replicate(x, self.layout, self.layout.shared)
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
         return share if self._sum is None else self._sum.apply(share, meta)
-
-    @cached_property
-    def _use(self) -> Replicate:
-        return Replicate(self.layout, replace(self.layout, shared=()))
 
     @cached_property
     def _sum(self) -> Move | None:
@@ -144,7 +141,7 @@ def rows_of(layout: Layout) -> Rows:
 @kept_in_job
 def whole_rows(partition: Partition, shape: Shape) -> Rows:
     """The rows of an image that is whole on every worker, by its shape: a solver asks often."""
-    return rows_of(whole_layout(partition, shape))
+    return rows_of(shared_whole(partition, shape))
 
 
 def check_parts(layout: Layout, what: str) -> None:
@@ -190,8 +187,7 @@ class FilterWindow:
     stride: int = 1
 
     def __post_init__(self) -> None:
-        if self.padding not in PADDINGS:
-            raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {self.padding!r}")
+        check_choice("padding", self.padding, PADDINGS)
         if self.stride < 1 or any(size < 1 for size in self.sizes):
             raise ValueError(
                 f"a kernel needs sizes and a stride of at least 1, got {self.sizes} and "
@@ -221,6 +217,13 @@ class FilterWindow:
                 )
         return found
 
+    def field(self, dim: int, length: int) -> ReceptiveField:
+        """What an output reads along a dimension of this length of the image."""
+        window = Window(self.sizes[dim], self.stride)
+        if self.padding not in ("reflect", "replicate"):
+            return window  # what lies beyond the image is moved or put there before
+        return Mirrored(replace(window, before=self.widths[dim][0]), length, self.padding)
+
     def centre(self, dim: int) -> int:
         """Where the middle of the first window lies."""
         return (self.sizes[dim] - 1) // 2 - self.widths[dim][0]
@@ -240,28 +243,19 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
     here = source
     fields: list[ReceptiveField | None] = [None] * first
     rings: dict[int, Interval] = {}
-    mirrors: dict[int, Mirrored] = {}
-    for dim, ((before, after), size) in enumerate(
-        zip(kernel.widths, kernel.sizes, strict=True), first
-    ):
-        plain = Window(size, kernel.stride)
-        field: ReceptiveField | None = plain
-        if kernel.padding in ("reflect", "replicate"):
-            window = replace(plain, before=before)
-            field = mirrors[dim] = Mirrored(window, source.shape[dim], kernel.padding)
-        elif kernel.padding == "circular" and before + after:
-            if source.is_split(dim):
-                steps.append(periodic_halo(here, dim, before, after))
-                here = steps[-1].codomain
-            else:  # padded after the exchange, which sends less so
-                rings[dim] = before, after
-                field = None
-        fields.append(field)
+    for dim, width in enumerate(kernel.widths, first):
+        is_ring = kernel.padding == "circular" and width != (0, 0)
+        if is_ring and source.is_split(dim):
+            steps.append(periodic_halo(here, dim, *width))
+            here = steps[-1].codomain
+        elif is_ring:  # padded after the exchange, which sends less so
+            rings[dim] = width
+        fields.append(None if dim in rings else kernel.field(dim - first, source.shape[dim]))
+    mirrors = {dim: each for dim, each in enumerate(fields) if isinstance(each, Mirrored)}
     if kernel.padding == "constant":
         # Zeros are not sent: the image is seen as part of a larger one, of which nobody holds the
         # rim, and a movement fills with zeros what nobody holds.
-        none = [(0, 0)] * first
-        here = here.embedded(*zip(*none, *kernel.widths, strict=True))
+        here = here.embedded(*zip(*[(0, 0)] * first, *kernel.widths, strict=True))
     cuts = tuple(
         cut
         if field is None

@@ -162,10 +162,10 @@ def _is_equal(physics: Any, operator: PartOperator, x: Tensor) -> bool | None:
 def _random(physics: Any, shape: Shape) -> Tensor:
     """Random values of the dtype that the object computes in."""
     found = (value for value in _tensors(physics) if value.is_floating_point())
-    like = next(found, torch.empty(0))
+    like = next(found, torch.empty(0, device="cpu"))
     generator = torch.Generator().manual_seed(7)
-    x = 4 * torch.randn(shape, generator=generator, dtype=like.dtype)  # also what would saturate
-    return x.to(like.device)
+    x = torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu")
+    return 4 * x.to(like.device)  # also what would saturate
 
 
 def _tensors(physics: Any) -> Iterator[Tensor]:

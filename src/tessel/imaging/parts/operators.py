@@ -23,8 +23,9 @@ from tessel.core import (
     Shape,
     anchored_zeros,
     replicate,
+    shared_whole,
 )
-from tessel.imaging.context import is_whole, whole_layout
+from tessel.imaging.context import is_whole
 from tessel.imaging.parameters import idle, known
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
 
@@ -283,9 +284,7 @@ class Differences(PartOperator):
             raise ValueError(f"expected an image (batch, channels, *space), got {layout.shape}")
         self.domain = layout
         self.codomain = replace(
-            layout,
-            shape=(*layout.shape, num_dims),
-            cuts=(*layout.cuts, Cut((), ((0, num_dims),))),
+            layout, shape=(*layout.shape, num_dims), cuts=(*layout.cuts, Cut((), ((0, num_dims),)))
         )
         # One value behind each part. At the far border there is none, so that parts there read
         # less, and the last difference is zero.
@@ -459,7 +458,7 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
         return value
     if isinstance(getattr(value.grad_fn, "operator", None), Replicate):
         return value  # it is one already
-    layout = whole_layout(partition, tuple(value.shape))
+    layout = shared_whole(partition, tuple(value.shape))
     return replicate(value, layout, layout.shared)
 
 

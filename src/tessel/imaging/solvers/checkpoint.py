@@ -16,7 +16,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tessel.core import Shape, checksum_of, tell
+from tessel.core import Shape, boxes, checksum_of, tell
 from tessel.encoding import decode, encodable, encode
 from tessel.imaging.solvers.method import History, Method, Space, Values, check_count
 from tessel.state import TensorFile, TensorFileWriter
@@ -36,6 +36,7 @@ _NAME = re.compile(
 _MARK = "tessel.solver"  # the note of such files, with the number of the form that they have
 _FORM = "1"
 _NOTES = "notes"  # the tensor with the encoded notes; values have names before which is a dot
+_UNREADABLE = "cannot be read on worker {worker}: {told}"
 _DEPTH = 4  # of objects in a method that its fingerprint looks into
 _NO_NUMBERS = (  # modules whose objects it does not look into
     *("tessel.core", "tessel.transport", "tessel.imaging.context"),
@@ -119,29 +120,22 @@ class Notes:
 
     def check(self) -> None:
         """Raise ValueError if these are not what a worker writes."""
-        is_text = all(
-            isinstance(k, str) and isinstance(v, str)
-            for table in (self.kind, self.problem)
-            if isinstance(table, dict)
-            for k, v in table.items()
-        )
-        tables = (self.kind, self.problem, self.history, self.random, self.parts, self.others)
-        is_right = is_text and isinstance(self.layout, str)
-        is_right = is_right and all(isinstance(each, dict) for each in tables)
-        is_right = is_right and all(
-            isinstance(each, list) and all(isinstance(n, float | int) for n in each)
-            for each in self.history.values()
-        )
-        is_right = is_right and all(isinstance(each, Tensor) for each in self.random.values())
-        is_right = is_right and all(each.dtype == torch.uint8 for each in self.random.values())
-        is_right = is_right and "cpu" in self.random
-        is_right = is_right and self.random["cpu"].shape == torch.get_rng_state().shape
-        for each in self.parts.values() if is_right else ():
-            is_right = is_right and isinstance(each, tuple) and len(each) == 3
-            is_right = is_right and isinstance(each[2], torch.dtype)
-            for place in (each[0] or (), each[1]) if is_right else ():
-                is_right = is_right and isinstance(place, tuple)
-                is_right = is_right and all(isinstance(n, int) and 0 <= n < 2**62 for n in place)
+        try:
+            texts = [*self.kind.items(), *self.problem.items()]
+            numbers = [n for each in self.history.values() for n in each]
+            places = [n for start, more, _ in self.parts.values() for n in (*(start or ()), *more)]
+            is_right = (
+                all(isinstance(each, str) for pair in [*texts, (self.layout,)] for each in pair)
+                and all(isinstance(each, list) for each in self.history.values())
+                and all(isinstance(n, float | int) for n in numbers)
+                and all(each.dtype == torch.uint8 for each in self.random.values())
+                and self.random["cpu"].shape == torch.get_rng_state().shape
+                and all(isinstance(n, int) and 0 <= n < 2**62 for n in places)
+                and all(isinstance(dtype, torch.dtype) for _, _, dtype in self.parts.values())
+                and isinstance(self.others, dict)
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):  # what is no table, or another
+            is_right = False
         if not is_right:
             raise ValueError("its notes are not those of a solver")
 
@@ -199,37 +193,30 @@ class Checkpoint:
             method: which would resume.
             space: where the image lies.
         """
-        own = _Shard(iteration, _place(space), space.workers.size)
-        problem, writer = "", None
-        try:
-            notes, lying = Notes.of(values, history, method, space, self._problem)
-            encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
-            tensors = {_NOTES: encoded, **{f".{name}": value for name, value in lying.items()}}
-            kinds = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
-            writer = TensorFileWriter(self._path(own), kinds, {_MARK: _FORM})
-            for name, tensor in tensors.items():
-                writer.put(name, tensor)
-            writer.finish(rename=False)
-        except (OSError, TypeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        except BaseException:  # as Ctrl-C
-            if writer is not None:
-                writer.drop()
-            raise
-        # All have written, or all raise. Only now may files get their names.
-        if any(space.agree([bool(problem)])):
-            if writer is not None:
-                writer.drop()
+        own, problem = _Shard(iteration, _place(space), space.workers.size), ""
+        with ExitStack() as stack:  # what not all have written is dropped, also after Ctrl-C
+            try:
+                notes, lying = Notes.of(values, history, method, space, self._problem)
+                encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
+                tensors = {_NOTES: encoded, **{f".{name}": value for name, value in lying.items()}}
+                kinds = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+                writer = TensorFileWriter(self._path(own), kinds, {_MARK: _FORM})
+                stack.enter_context(writer)
+                for name, tensor in tensors.items():
+                    writer.put(name, tensor)
+                writer.finish(rename=False)
+            except (OSError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            # All have written, or all raise. Only now may files get their names.
             self._tell(problem, "cannot be written on worker {worker} ({told})", space)
-        assert writer is not None
+            stack.pop_all()  # complete: a run that resumes gives it its name, if this one cannot
         try:
             writer.rename()
             self._remove_older(own)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
         # A disk may fail here, too: nobody goes on with a generation that another could not name.
-        if any(space.agree([bool(problem)])):
-            self._tell(problem, "cannot be completed on worker {worker} ({told})", space)
+        self._tell(problem, "cannot be completed on worker {worker} ({told})", space)
 
     def _remove_older(self, own: _Shard) -> None:
         """Remove this worker's files but for the newest, and those of runs on more or fewer."""
@@ -262,7 +249,7 @@ class Checkpoint:
         first_problem = ""
         for iteration, size, problem in self._generations(space) if self.resume else ():
             files = _Files(self, iteration, size, space)
-            problem = problem or self._first_told(files.open(), space)
+            problem = problem or _first_told(files.open(), _UNREADABLE, space)
             if not problem:
                 files.check_kind(_kind(method, space, start), self._problem)
                 values, problem = files.values(method, start)
@@ -332,19 +319,11 @@ class Checkpoint:
                         (seen.unfinished if match[5] else seen.finished).add(shard)
         return seen
 
-    def _first_told(self, problem: str, space: Space) -> str:
-        """What the first worker with a problem says: the same on all workers."""
-        for worker, theirs in tell(space.workers, problem).items():
-            if theirs:
-                return f"cannot be read on worker {worker}: {theirs}"
-        return ""
-
-    def _tell(self, told: Any, text: str, space: Space) -> None:
+    def _tell(self, told: str, text: str, space: Space) -> None:
         """Raise ValueError on all workers if one of them has something to tell."""
-        for worker, theirs in tell(space.workers, told).items():
-            if theirs:
-                said = text.format(worker=worker, told=theirs)
-                raise ValueError(f"the checkpoint in {self.folder} {said}")
+        said = _first_told(told, text, space)
+        if said:
+            raise ValueError(f"the checkpoint in {self.folder} {said}")
 
     def _path(self, shard: _Shard) -> Path:
         return Path(self.folder) / f"iteration-{shard.iteration:08d}" / shard.name
@@ -365,18 +344,11 @@ class _Files:
 
         All workers come here, and exchange how the image lay and lies.
         """
-        space, problem = self._space, ""
-        if self._size == space.workers.size:
-            problem = self._opened([_place(space)])
-        else:
-            problem = self._opened(range(self._size))
-        is_same = (
-            self._size == space.workers.size
-            and not problem
-            and self._notes[0].layout == space.layout.identity
-        )
+        space, is_own = self._space, self._size == self._space.workers.size
+        problem = self._opened([_place(space)] if is_own else range(self._size))
+        is_same = is_own and not problem and self._notes[0].layout == space.layout.identity
         self._stays = not any(space.agree([not is_same]))
-        if problem or self._stays or self._size != space.workers.size:
+        if problem or self._stays or not is_own:
             return problem
         problem = self._opened(range(self._size))
         others = " (the image lay in other parts: every worker reads all files)"
@@ -390,7 +362,10 @@ class _Files:
                 file = TensorFile(path)
                 if not file.is_checked or file.notes.get(_MARK) != _FORM:
                     raise ValueError(f"{path} is no checkpoint of a solver, or of another version")
-                notes = decode(encoded_bytes(file.read(_NOTES)))
+                encoded = file.read(_NOTES)
+                if encoded.dtype != torch.uint8 or encoded.dim() != 1:
+                    raise ValueError("its notes are no bytes")
+                notes = decode(encoded.numpy().tobytes())
                 if not isinstance(notes, Notes):
                     raise ValueError(f"{path} has no notes of a solver")
                 notes.check()
@@ -435,7 +410,7 @@ class _Files:
                     room[name] = self._part(name, more, dtype)
         except (ValueError, OSError) as error:
             problem = str(error)
-        problem = self._checkpoint._first_told(problem, space)
+        problem = _first_told(problem, _UNREADABLE, space)
         if problem:
             return {}, problem
         others = notes.others
@@ -485,28 +460,28 @@ class _Files:
             shape = file.entries[f".{name}"].shape
             if len(start) != len(box) or len(shape) != len(whole) or shape[len(box) :] != more:
                 raise ValueError(f"{file.path}: {name!r} has the shape {shape}")
-            lengths = shape[: len(box)]
-            there = [  # as indices of the whole image
-                (max(a, s), max(a, s, min(b, s + n)))
-                for (a, b), s, n in zip(box, start, lengths, strict=True)
-            ]
-            if any(a >= b for a, b in there):
+            lying = [(s, s + n) for s, n in zip(start, shape[: len(box)], strict=True)]
+            there = [boxes.overlap(*each) for each in zip(box, lying, strict=True)]
+            common = tuple(each for each in there if each is not None)
+            if len(common) < len(box):
                 continue
-            theirs = [(a - s, b - s) for (a, b), s in zip(there, start, strict=True)]
-            mine = [slice(a - s, b - s) for (a, b), (s, _) in zip(there, box, strict=True)]
-            room[tuple(mine)] = file.read(f".{name}", [*theirs, *((0, n) for n in more)])
-            covered[tuple(mine)] = True
+            mine = boxes.within(common, box)
+            theirs = [boxes.shift(each, -s) for each, s in zip(common, start, strict=True)]
+            room[mine] = file.read(f".{name}", [*theirs, *((0, n) for n in more)])
+            covered[mine] = True
         if not covered.all():
             folder = self._files[0].path.parent
             raise ValueError(f"the files in {folder} do not have all of {name!r}")
         return room
 
 
-def encoded_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a tensor of bytes; ValueError if it is another one."""
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
-        raise ValueError("its notes are no bytes")
-    return tensor.numpy().tobytes()
+def _first_told(told: str, text: str, space: Space) -> str:
+    """What the first worker says that has something to tell, in a text: the same on all workers."""
+    if not any(space.agree([bool(told)])):  # texts travel only then
+        return ""
+    everyones = tell(space.workers, told).items()
+    worker, first = next((worker, theirs) for worker, theirs in everyones if theirs)
+    return text.format(worker=worker, told=first)
 
 
 def _place(space: Space) -> int:

@@ -195,13 +195,13 @@ def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -
     return {"x": x, **kept, "along": rest, "square": square, "scale": scale, "residual": residual}
 
 
-def _advanced(values: Values, x: Tensor, rest: Any, slope: Tensor, space: Space) -> Values:
+def _advanced(values: Values, x: Tensor, rest: Any, gradient: Tensor, space: Space) -> Values:
     """The values after a step, with the next direction, conjugate to those before."""
-    new, scale = space.inner(slope, slope), values["scale"]
+    new, scale = space.inner(gradient, gradient), values["scale"]
     return {
         "x": x,
         "rest": rest,
-        "along": slope + _ratio(new, values["square"]) * values["along"],
+        "along": gradient + _ratio(new, values["square"]) * values["along"],
         "square": new,
         "scale": scale,
         "residual": _ratio(new, scale).sqrt(),
@@ -264,11 +264,7 @@ def power_iteration(
 
 @torch.no_grad()
 def largest_eigenvalue(
-    operator: Map,
-    x: Tensor,
-    space: Space,
-    max_iterations: int,
-    tolerance: float,
+    operator: Map, x: Tensor, space: Space, max_iterations: int, tolerance: float
 ) -> float:
     """That of a self-adjoint positive operator, from an image that is not zero."""
     x, found = x / float(space.norm(x)), 0.0
@@ -321,9 +317,9 @@ def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
     # One random number for each index of each dimension: every worker draws all of them, which are
     # few, and none depends on how the image is split.
     generator = torch.Generator().manual_seed(0)
-    angle = torch.zeros((), dtype=torch.float64)
+    angle = torch.zeros((), dtype=torch.float64, device="cpu")
     for length, (start, stop) in zip(layout.shape, box, strict=True):
-        turns = torch.rand(length, generator=generator, dtype=torch.float64)
+        turns = torch.rand(length, generator=generator, dtype=torch.float64, device="cpu")
         angle = angle.unsqueeze(-1) + 2 * math.pi * turns[start:stop]
     wave = torch.polar(torch.ones_like(angle), angle) if dtype.is_complex else angle.cos()
     return wave.to(dtype)

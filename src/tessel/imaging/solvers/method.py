@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tessel.core import Layout, Partition, replicate, tell, total, world
-from tessel.imaging.context import whole_layout
+from tessel.core import Layout, Partition, replicate, shared_whole, tell, total, world
 from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.transport import Group
 
@@ -25,7 +24,6 @@ Pair = tuple[Tensor, Tensor]
 Schedule = float | Callable[[int], float]
 Arguments = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 Values = dict[str, Any]  # tensors by name, or lists of them; "x" is the image
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which sums are taken
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Space:
                 f"layout=, or a DistributedSignal"
             )
         else:
-            layout = layout or whole_layout(world(), tuple(start.shape))
+            layout = layout or shared_whole(world(), tuple(start.shape))
             space = cls(layout, layout.partition, differentiable)
         if not space.layout.owns_once:
             raise ValueError(
@@ -96,23 +94,21 @@ class Space:
         if self.differentiable:
             # One shared number, of which each part of the image uses a copy: the gradients of all
             # uses are summed.
-            shares = torch.stack([_real_inner(a, b) for a, b in pairs])
+            wide = [(_wide(a).reshape(-1), _wide(b).reshape(-1)) for a, b in pairs]
+            shares = torch.stack([torch.vdot(a, b).real for a, b in wide])
             return self._own(total(shares, self.layout.partition, self.layout.shared))
         return self.numbers(*pairs)
 
     def numbers(self, *pairs: Pair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
-        if self._counts:
-            shares = torch.stack([_real_inner(a.detach(), b.detach()) for a, b in pairs])
-        else:
-            dtype = pairs[0][0].real.dtype
-            shares = pairs[0][0].new_zeros(len(pairs), dtype=_WIDE.get(dtype, dtype))
-        return self.sum(shares)
+        # Of several copies of a value the first one counts, as the layout has it.
+        wide = [(_wide(a.detach()), _wide(b.detach())) for a, b in pairs]
+        return self.sum(torch.stack([self.layout.local_inner(a, b).real for a, b in wide]))
 
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
         shares = shares.detach()
-        return shares if self._is_alone else self._group.sum(shares)
+        return shares if self.workers.size == 1 else self._group.sum(shares)
 
     def total(self, share: Tensor) -> Tensor:
         """The sum of all workers' shares of a number, on every worker."""
@@ -139,31 +135,21 @@ class Space:
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag whether any worker raised it: the same answer on all."""
-        if not flags or self._is_alone:
+        if not flags or self.workers.size == 1:
             return list(flags)
         # A sum, not an exchange of objects: the transport has this in one message.
-        said = self.sum(torch.tensor([float(flag) for flag in flags]))
+        said = self.sum(torch.tensor([float(flag) for flag in flags], device="cpu"))
         return [count > 0 for count in said.tolist()]
 
     def _own(self, number: Tensor) -> Tensor:
         """A shared number as this worker uses it for its part of the image."""
-        whole = whole_layout(self.layout.partition, tuple(number.shape))
+        whole = shared_whole(self.layout.partition, tuple(number.shape))
         return replicate(number, whole, self._others)
 
     @cached_property
     def _others(self) -> list[int]:
         """The axes of the grid along which workers hold different parts."""
         return [a for a in range(self.layout.partition.dim) if a not in self.layout.shared]
-
-    @cached_property
-    def _counts(self) -> bool:
-        """Whether this worker brings its copy to a sum: of several copies the first one does."""
-        index = self.layout.partition.index
-        return index is not None and not any(index[axis] for axis in self.layout.shared)
-
-    @cached_property
-    def _is_alone(self) -> bool:
-        return self.workers.size == 1
 
     @cached_property
     def _group(self) -> Group:
@@ -174,10 +160,9 @@ class Space:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-def _real_inner(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype in _WIDE:  # which torch has no inner product of
-        a, b = a.float(), b.float()
-    return torch.vdot(a.reshape(-1), b.reshape(-1)).real
+def _wide(a: Tensor) -> Tensor:
+    """A tensor in a dtype in which sums are taken: torch has no inner product of half precision."""
+    return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
 class Method(ABC):
