@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.checkpoint import checkpoint
 
 import tessel.distributed
+from covering import repeats
 from models import Doubled
 from parity import close, values
 from tessel import Partition
@@ -249,8 +250,8 @@ def _regroup(
 @pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_shardings_of_random_shapes_are_right(run: Run, nprocs: int) -> None:
-    for kept in run(check_reshapes, 5, 400, nprocs=nprocs):
-        assert kept > 150
+    for kept in run(check_reshapes, 5, repeats(400), nprocs=nprocs):
+        assert kept > repeats(150)
 
 
 def _workers() -> int:
