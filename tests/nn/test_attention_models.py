@@ -249,7 +249,7 @@ def generated(shape: list[int]) -> float:
     return float((torch.cat(found, 2) - expected).abs().max())
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [1, 3, 4])
 def test_generation_with_a_split_cache(run: Run, nprocs: int) -> None:
     found = run(generated, [1, 1, nprocs, 1], nprocs=nprocs, timeout=60)
     assert max(found) < 1e-12

@@ -95,7 +95,9 @@ def compare(fast: Any, model: nn.Module, plain: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
-def compile_module(make: Callable[[Any], nn.Module], backend: str, rows: list[int]) -> None:
+def compile_module(
+    make: Callable[[Any], nn.Module], backend: str, rows: list[int], evaluates: bool = True
+) -> None:
     torch._dynamo.reset()
     torch.manual_seed(tessel.world().rank)
     P = grid()
@@ -104,6 +106,8 @@ def compile_module(make: Callable[[Any], nn.Module], backend: str, rows: list[in
     fast = torch.compile(model, fullgraph=True, backend=backend)
     for number in rows:  # a second call runs what the first has compiled; other shapes are others
         compare(fast, model, plain, part(P, number))
+    if not evaluates:
+        return
     model.eval(), plain.eval()
     compare(fast, model, plain, part(P, rows[0]))
     with torch.no_grad():
@@ -112,7 +116,9 @@ def compile_module(make: Callable[[Any], nn.Module], backend: str, rows: list[in
 
 
 def compile_layer(name: str) -> None:
-    compile_module(LAYERS[name], "aot_eager", [7, 7, 10])
+    # others have one mode; without gradients, the convolution stands for them
+    evaluates = name in ("convolution", "batch norm")
+    compile_module(LAYERS[name], "aot_eager", [7, 7, 10], evaluates)
 
 
 def residual(P: tessel.Partition) -> nn.Module:
@@ -130,7 +136,7 @@ def test_layers(run: Run, name: str) -> None:
     run(compile_layer, name, nprocs=3, timeout=SECONDS)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 @pytest.mark.parametrize("make", [residual, tokens])
 def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
     run(compile_module, make, "aot_eager", [8, 8, 14], nprocs=nprocs, timeout=SECONDS)

@@ -245,6 +245,6 @@ def check_classes_that_stay() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [2, 3, 4])
+@pytest.mark.parametrize("nprocs", [3, 4])
 def test_classes_that_stay_where_they_are(run: Run, nprocs: int) -> None:
     assert run(check_classes_that_stay, nprocs=nprocs, timeout=100)[0] >= len(CLASS_LOSSES)

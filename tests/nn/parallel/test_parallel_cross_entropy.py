@@ -343,7 +343,7 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [2, 3, 4])
+@pytest.mark.parametrize("nprocs", [3, 4])
 def test_random_losses(run: Run, nprocs: int) -> None:
     @by_draw
     @given(st.lists(cases(), min_size=30, max_size=30))
