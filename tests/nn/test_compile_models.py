@@ -136,8 +136,7 @@ def test_layers(run: Run, name: str) -> None:
     run(compile_layer, name, nprocs=3, timeout=SECONDS)
 
 
-@pytest.mark.parametrize("nprocs", [1, 3])
-@pytest.mark.parametrize("make", [residual, tokens])
+@pytest.mark.parametrize(("make", "nprocs"), [(residual, 1), (residual, 3), (tokens, 2)])
 def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
     run(compile_module, make, "aot_eager", [8, 8, 14], nprocs=nprocs, timeout=SECONDS)
 

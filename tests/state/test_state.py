@@ -41,7 +41,7 @@ from windowed_cases import raised
 Run = Callable[..., list[Any]]
 Dims = tuple[int | None, int | None, int | None]
 Sizes = tuple[int, int, int]
-GROUPS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # workers, and those of a group
+GROUPS = [(1, 1), (3, 3), (4, 4), (4, 2)]  # workers, and those of a group
 alone_is_meant = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 everywhere = pytest.mark.parametrize(("nprocs", "size"), GROUPS)
 DIMS: list[Dims] = [(0, -1, 0), (1, 0, -1), (-1, 1, 0), (0, None, -1), (None, -1, None)]

@@ -74,7 +74,7 @@ def reshape_on_grids(grids: list[Shape]) -> int:
     return sum(reshape_all(grid, (1, 2 * prod(grid))) for grid in grids)
 
 
-@pytest.mark.parametrize("grid", [(2, 2), (1, 4), (1, 2, 2), (1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("grid", [(2, 2), (1, 4), (1, 1, 2, 2)], ids=str)
 def test_all_shapes(run: Run, grid: Shape) -> None:
     counts = run(reshape_all, grid, nprocs=prod(grid), timeout=120)
     assert counts[0] > 100

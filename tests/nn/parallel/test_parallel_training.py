@@ -36,7 +36,7 @@ from tessel.testing import count_traffic
 from windowed_cases import raised
 
 Run = Callable[..., list[Any]]
-GROUPS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # workers, and those of a group
+GROUPS = [(1, 1), (3, 3), (4, 4), (4, 2)]  # workers, and those of a group
 everywhere = pytest.mark.parametrize(("nprocs", "size"), GROUPS)
 INF = float("inf")
 WORDS, WIDTH, HIDDEN = 11, 6, 9
