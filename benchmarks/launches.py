@@ -2,11 +2,12 @@
 
 Workers with NCCL train a ResNet-18 and a 3-D U-Net in slabs. One step is recorded by torch's
 profiler: kernel launches, copies and fills, waits of the host for the device, NCCL kernels, and the
-host's time until the step is queued, with what NCCL's calls and waits for others take of it. If
+host's time until the step is queued, with what NCCL's calls and waits for others take of it, and
+its time where the step was captured in a CUDA graph. If
 there are fewer GPUs than workers, each worker counts as a host of its own and they share GPUs: the
 counts are real, the times are not.
 
-    python benchmarks/launches.py [--workers 2] [--names] [--host]
+    python benchmarks/launches.py [--workers 2] [--names] [--host] [--divide 8]
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ KINDS = {
     "copies, fills": ("cudaMemcpyAsync", "cudaMemsetAsync", "cudaMemcpy", "cudaMemset"),
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
 }
+COLUMNS = (*KINDS, "NCCL", "host ms", "of it others", "captured ms")
 LIMIT = 300.0  # seconds for one job
 
 
-def step_of(name: str, alone: bool) -> Callable[[], None]:
+def step_of(name: str, alone: bool, divisor: int = 1) -> Callable[[], None]:
     """A training step of torch's own model, or of this worker's part."""
     kind, arguments, shape = MODELS[name]
+    shape = (*shape[:2], *(length // divisor for length in shape[2:]))
     torch.manual_seed(0)
     model, x = getattr(models, kind)(*arguments), torch.randn(shape)
     if not alone:
@@ -66,6 +69,26 @@ def step_of(name: str, alone: bool) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+def captured(step: Callable[[], None]) -> float:
+    """The host's seconds for a step that was captured in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # as torch asks for it
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        graph.replay()
+        seconds.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(seconds)
 
 
 def on_host(step: Callable[[], None]) -> str:
@@ -107,9 +130,9 @@ def waited(step: Callable[[], None]) -> float:
     return sum(seconds)
 
 
-def counts(name: str, alone: bool) -> tuple[dict[str, float], Counter[str], str]:
+def counts(name: str, alone: bool, divisor: int = 1) -> tuple[dict[str, float], Counter[str], str]:
     """What one step asks for, and the names of kernels and operators, by how often they occur."""
-    step = step_of(name, alone)
+    step = step_of(name, alone, divisor)
     for _ in range(4):
         step()
     hosts = []
@@ -130,7 +153,9 @@ def counts(name: str, alone: bool) -> tuple[dict[str, float], Counter[str], str]
     found["NCCL"] = sum(number for each, number in names.items() if each.startswith("ncclDev"))
     found["host ms"] = 1e3 * statistics.median(hosts)
     found["of it others"] = 1e3 * waited(step)
-    return found, names, on_host(step)
+    where = on_host(step)
+    found["captured ms"] = 1e3 * captured(step)
+    return found, names, where
 
 
 def _ends(recorded: Any) -> int:
@@ -140,11 +165,11 @@ def _ends(recorded: Any) -> int:
     return sum(e.name in waits and e.time_range.start > last for e in recorded.events())
 
 
-def on_worker(name: str, alone: bool) -> tuple[dict[str, float], Counter[str], str]:
+def on_worker(name: str, alone: bool, divisor: int) -> tuple[dict[str, float], Counter[str], str]:
     rank = os.environ.get("RANK", "0")  # one worker is no job
     os.environ.update(NCCL_HOSTID=f"worker-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.cuda.set_device(int(rank) % torch.cuda.device_count())
-    return counts(name, alone)
+    return counts(name, alone, divisor)
 
 
 def main() -> int:
@@ -152,6 +177,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="how many, each with its slab")
     parser.add_argument("--names", action="store_true", help="also what is called more often")
     parser.add_argument("--host", action="store_true", help="also where Python spends its time")
+    parser.add_argument(
+        "--divide", type=int, default=1, help="lengths by this: then the host waits for no GPU"
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -159,19 +187,25 @@ def main() -> int:
         return 0
     backend = "cpu:gloo,cuda:nccl"
     for name in (each for each in MODELS if given.only in each):
-        print(
-            f"\n{name:32}", *(f"{kind:>14}" for kind in [*KINDS, "NCCL", "host ms", "of it others"])
-        )
+        print(f"\n{name:32}", *(f"{kind:>14}" for kind in COLUMNS))
         rows = {}
-        for text, workers, alone in (("torch", 1, True), ("Tessel", given.workers, False)):
+        # torch on as many processes, none of which knows of the others: how far a GPU that is
+        # shared slows down hosts
+        cases = ("torch", 1, True), ("torch, each", given.workers, True)
+        for text, workers, alone in (*cases, ("Tessel", given.workers, False)):
             arguments: Any = dict(timeout=LIMIT, backend=backend)
-            rows[text] = tessel.launch(on_worker, workers, name, alone, **arguments)[0]
+            rows[text] = tessel.launch(on_worker, workers, name, alone, given.divide, **arguments)[
+                0
+            ]
             label = f"{text}, {workers} worker{'s' * (workers > 1)}"
             print(f"{label:32}", *(f"{value:14.6g}" for value in rows[text][0].values()))
         ratio = rows["Tessel"][0]["launches"] / rows["torch"][0]["launches"]
         ours = rows["Tessel"][0]["host ms"] - rows["Tessel"][0]["of it others"]
-        host = ours / rows["torch"][0]["host ms"]
-        print(f"launches {ratio:.2f} times (aim 1.6), its own host time {host:.2f} times (aim 1.5)")
+        host = [ours / rows[text][0]["host ms"] for text in ("torch", "torch, each")]
+        print(
+            f"launches {ratio:.2f} times (aim 1.6), its own host time {host[0]:.2f} times (aim "
+            f"1.5), {host[1]:.2f} of torch's on as many processes"
+        )
         if given.names:
             more = rows["Tessel"][1] - rows["torch"][1]
             for each, number in more.most_common(70):

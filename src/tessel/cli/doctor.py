@@ -62,9 +62,10 @@ def execute(args: argparse.Namespace) -> int:
     facts = gather_facts()
     findings = examine(facts)
     rates: list[Rate] = []
+    on_gpus: dict[str, list[Rate]] = {}
     # Workers that cannot talk to each other would only be waited for.
     if not args.no_measure and not any(finding.broken for finding in findings):
-        rates, more = _measure(quiet=args.json)
+        rates, on_gpus, more = _measure(quiet=args.json, gpus=len(facts.devices))
         findings += more
     if args.measure and not any(finding.broken for finding in findings):
         # Progress goes to stderr, so that what is printed can be kept in a file.
@@ -82,6 +83,9 @@ def execute(args: argparse.Namespace) -> int:
         everything = {
             "facts": dataclasses.asdict(facts),
             "movements": [dataclasses.asdict(rate) for rate in rates],
+            "movements_on_gpus": {
+                way: [dataclasses.asdict(rate) for rate in each] for way, each in on_gpus.items()
+            },
             "machine": dataclasses.asdict(model) if model else None,
             "findings": [dataclasses.asdict(finding) for finding in findings],
         }
@@ -93,6 +97,9 @@ def execute(args: argparse.Namespace) -> int:
         if rates:
             console.print("\n[bold]movements between 2 workers of this machine[/]")
             console.print(rates_table(rates))
+        for way, each in on_gpus.items():
+            console.print(f"\n[bold]{way}[/]")
+            console.print(rates_table(each))
         if model is not None:
             console.print("\n[bold]the machine model that predicts the times of plans[/]")
             console.print(f"  {escape(model.origin)}\n  file: {escape(str(model_path()))}")
@@ -121,22 +128,26 @@ def _measure_job(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(quiet: bool) -> tuple[list[Rate], list[Finding]]:
-    console = Console(stderr=True, quiet=quiet)
+def _measure(quiet: bool, gpus: int) -> tuple[list[Rate], dict[str, list[Rate]], list[Finding]]:
+    """Rates of CPU tensors, those of tensors on GPUs by what carries them, and what is wrong."""
+    console, on_gpus = Console(stderr=True, quiet=quiet), {}
     try:
         with console.status("measuring on 2 workers …"):
-            rates = measure_rates()
+            rates, _ = measure_rates()
+            # without NCCL, as workers do who share a GPU; with it, if each can have one
+            for backend in ("gloo", "cpu:gloo,cuda:nccl")[: min(gpus, 2)]:
+                found, carrier = measure_rates("cuda", backend)
+                on_gpus[f"tensors on GPUs, by {carrier}"] = found
     except (RuntimeError, OSError, TimeoutError) as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
-        return [], [
-            Finding(
-                True,
-                f"two workers on this machine could not exchange data: {first_line}",
-                "fix what is named above, then see the whole error with `tessel demo --workers 2`",
-            )
-        ]
+        broken = Finding(
+            True,
+            f"two workers on this machine could not exchange data: {first_line}",
+            "fix what is named above, then see the whole error with `tessel demo --workers 2`",
+        )
+        return [], {}, [broken]
     finding = check_rates(rates)
-    return rates, [finding] if finding else []
+    return rates, on_gpus, [finding] if finding else []
 
 
 def facts_table(facts: Facts) -> Table:

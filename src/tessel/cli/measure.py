@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tessel import nn
+from tessel import nn, transport
 from tessel.core.agreement import tell
 from tessel.core.layout import Layout, zero_volume_tensor
 from tessel.core.move import Move
@@ -58,27 +58,37 @@ class Rate:
     num_bytes: int
 
 
-def measure_rates() -> list[Rate]:
-    """Start two workers and measure every movement.
+def measure_rates(device: str = "cpu", backend: str = "gloo") -> tuple[list[Rate], str]:
+    """Start two workers and measure every movement; what carried tensors of a GPU.
 
-    >>> [rate.movement for rate in measure_rates()]  # doctest: +SKIP
+    Args:
+        device: "cpu" or "cuda".
+        backend: of the job.
+
+    >>> [rate.movement for rate in measure_rates()[0]]  # doctest: +SKIP
     ['all-sum-reduce', 'broadcast', 'repartition', 'halo exchange']
     """
     rates = []
-    for seen in zip(*launch(times_of_movements, 2, timeout=_TIME_LIMIT), strict=True):
+    found = launch(times_of_movements, 2, device, timeout=_TIME_LIMIT, backend=backend)
+    times, carriers = zip(*found, strict=True)
+    for seen in zip(*times, strict=True):
         # The movement ends when the slower worker has done its part.
         names, small, large, sent = zip(*seen, strict=True)
         rates.append(Rate(names[0], max(small), max(sent) / max(large), max(sent)))
-    return rates
+    return rates, carriers[0]
 
 
-def times_of_movements() -> list[tuple[str, float, float, int]]:
+def times_of_movements(device: str = "cpu") -> tuple[list[tuple[str, float, float, int]], str]:
     """What this worker sees: the seconds of a small and of a large message, and its bytes."""
-    cases = zip(_movements(_SMALL), _movements(_LARGE), strict=True)
-    return [
-        (name, _median(module, x, 50)[0], *_median(same, large, 7))
-        for (name, module, x), (_, same, large) in cases
-    ]
+    if device == "cuda":
+        torch.cuda.set_device(transport.this_worker() % torch.cuda.device_count())
+    with torch.device(device):
+        cases = zip(_movements(_SMALL), _movements(_LARGE), strict=True)
+        found = [
+            (name, _median(module, x, 50)[0], *_median(same, large, 7))
+            for (name, module, x), (_, same, large) in cases
+        ]
+    return found, transport.between_gpus() if device == "cuda" else ""
 
 
 def _median(module: torch.nn.Module, x: Tensor, repeats: int) -> tuple[float, int]:
@@ -90,6 +100,8 @@ def _median(module: torch.nn.Module, x: Tensor, repeats: int) -> tuple[float, in
         for _ in range(repeats):
             begin = time.perf_counter()
             module(x)
+            if x.is_cuda:
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
     # The median, so that a worker which lost its core for a moment does not count.
     return statistics.median(times), traffic.bytes_sent

@@ -115,7 +115,7 @@ class FNO(Model, torch.nn.Module):
         """Make the parameters, from random numbers that all workers have."""
         usual = usual_convolution(self.P_x, self.width, self.modes, dtype).operator
         # Of the first worker: all have the same parameters then, whatever their random seeds.
-        seed = usual.agreed_number(int(torch.randint(2**62, ())))
+        seed = usual.agreed_number(int(torch.randint(2**62, (), device="cpu")))
         generator = torch.Generator().manual_seed(seed)
 
         def mixing(m: int, n: int) -> Mixing:

@@ -137,7 +137,7 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
         return 0
     # Each worker draws a number, so that generators that are in step stay so; the first one's
     # becomes the seed of the model's random numbers. Counting calls on from it stays in 64 bits.
-    forms = tell(P_x, (form, int(torch.randint(2**62, ()))))
+    forms = tell(P_x, (form, int(torch.randint(2**62, (), device="cpu"))))
     first, (expected, number) = next(iter(forms.items()))
     for worker, (other, _) in forms.items():
         for theirs, ours in zip_longest(other, expected):

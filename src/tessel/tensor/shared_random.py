@@ -56,10 +56,10 @@ def common_number(partition: Partition) -> int:
     """
     if isinstance(partition, Outline):
         with unset_fake_temporarily():
-            return int(torch.randint(2**62, ()))  # generators stay in step
+            return int(torch.randint(2**62, (), device="cpu"))  # generators stay in step
     if capturing():
         raise NotImplementedError(NO_DRAWING)
-    number = int(torch.randint(2**62, ()))
+    number = int(torch.randint(2**62, (), device="cpu"))
     if has_common_seed() or partition.size == 1 or not partition.active:
         return number
     heard = agree(partition, "a random function of a spread tensor", numbers=[number])

@@ -1,8 +1,9 @@
 """Messages between processes: the only package that calls `torch.distributed`.
 
 A `Group` is a set of workers that can communicate. CPU tensors of workers on one host are sent
-through shared memory, those between hosts by MPI where mpirun has started the workers, and all
-others through `torch.distributed`. It may import `core.boxes`, `errors`,
+through shared memory, those between hosts by MPI where mpirun has started the workers, those of
+GPUs by NCCL, or through mailboxes where workers share a GPU, and all others through
+`torch.distributed`. It may import `core.boxes`, `errors`,
 `limits` and `machine`.
 """
 
@@ -20,6 +21,7 @@ from tessel.transport.group import Group as Group
 from tessel.transport.group import code_of as code_of
 from tessel.transport.group import packed_words as packed_words
 from tessel.transport.group import tells_errors as tells_errors
+from tessel.transport.job import between_gpus as between_gpus
 from tessel.transport.job import between_hosts as between_hosts
 from tessel.transport.job import can_share_memory as can_share_memory
 from tessel.transport.job import checks_calls as checks_calls

@@ -21,9 +21,11 @@ from tessel.transport import device_wait, wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
 from tessel.transport.copy_program import CopyProgram, Place, is_plain
+from tessel.transport.device_exchange import DeviceExchange
 from tessel.transport.device_wait import DeviceWait
 from tessel.transport.exchange import Exchange, Ways, swap
 from tessel.transport.host import Give, Host, Take
+from tessel.transport.mailbox import Mailboxes
 from tessel.transport.mpi import Mpi
 from tessel.transport.process import PeerProcess
 from tessel.transport.request import AGREED, Key, NotSent, OutOfStep
@@ -75,6 +77,7 @@ class Membership:
         hosts: for each worker the number of its host; empty if all run on one.
         host: those with whom this worker shares memory, if any.
         mpi: what carries CPU tensors to other hosts; None if `torch.distributed` does.
+        mailboxes: by which GPUs of this host exchange tensors without NCCL.
         watch: over waits, and whether the job is broken.
     """
 
@@ -83,6 +86,7 @@ class Membership:
     hosts: tuple[int, ...] = ()
     host: Host | None = None
     mpi: Mpi | None = None
+    mailboxes: Mailboxes = field(default_factory=Mailboxes)
     watch: Watch = field(default_factory=Watch)
 
     @cached_property
@@ -166,7 +170,8 @@ class Group:
         ways, tag, key = self._ways, self._membership.tag, self._key()
         self._number_exchange()
         # One collective is quickest where all would go by Gloo, one by one; but it carries no tag.
-        if device.type == "cuda" or (dense and not tag and ways.are_all_by_gloo):
+        by_nccl = device.type == "cuda" and self._uses_nccl
+        if by_nccl or (device.type == "cpu" and dense and not tag and ways.are_all_by_gloo):
             come = self._swap(key, sends, receives, device)
 
             def put() -> None:
@@ -175,7 +180,12 @@ class Group:
                         buffer.put(value)
 
             return put
-        wait = self.attempt(lambda: Exchange(ways, key, sends, receives), starts=True)
+        wait: Callable[[], None]
+        if device.type == "cuda":
+            given = ways, key, sends, receives, device, self._membership.mailboxes
+            wait = self.attempt(lambda: DeviceExchange(*given), starts=True)
+        else:
+            wait = self.attempt(lambda: Exchange(ways, key, sends, receives), starts=True)
         if ways.all_near:
             return lambda: self.attempt(wait)
         return lambda: self._attempt_far(wait, key)
@@ -203,6 +213,9 @@ class Group:
         self, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer], device: torch.device
     ) -> list[Tensor]:
         """What comes to a GPU, wherever it came to: places only say its shape and dtype."""
+        if not self._uses_nccl:
+            self.exchange(sends, receives, device)()
+            return [buffer.place for buffer in receives]
         self._count(sends, receives)
         key = self._key()
         self._number_exchange()
@@ -443,7 +456,7 @@ class Group:
         firsts = [team[0] for team in self._teams]
         row_of = {worker: row for row, worker in enumerate(self.workers)}
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            all_words = torch.empty((self.size, length), dtype=torch.int64)
+            all_words = torch.empty((self.size, length), dtype=torch.int64, device="cpu")
             all_words[row_of[ways.worker]] = torch.from_numpy(np.frombuffer(said, np.int64).copy())
             if ways.worker != team[0]:
                 mine = SendBuffer(team[0], all_words[row_of[ways.worker]])
@@ -452,7 +465,8 @@ class Group:
                 return all_words.numpy().tobytes()
             rows = [ReceiveBuffer(worker, all_words[row_of[worker]]) for worker in team[1:]]
             Exchange(ways, key, [], rows)()
-            ours = torch.cat([all_words[row_of[w]] for w in team] + [torch.tensor([number])])
+            count = all_words.new_tensor([number])
+            ours = torch.cat([*(all_words[row_of[w]] for w in team), count])
             theirs = {each[0]: ours.new_empty(len(each) * length + 1) for each in self._teams}
             others = [first for first in firsts if first != ways.worker]
             sends = [SendBuffer(other, ours) for other in others]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tessel import endings
 from tessel.limits import time_limit
 from tessel.settings import chosen, text
-from tessel.transport import mpi, semaphore, world
+from tessel.transport import mpi, semaphore, wire, world
 from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
 from tessel.transport.host import USUAL_LIMIT, Host
@@ -158,6 +158,14 @@ def between_hosts() -> str:
     return f"Gloo: {problem}" if problem else "MPI, if all workers have the same"
 
 
+def between_gpus() -> str:
+    """What carries tensors of GPUs between workers of this host, by what they have sent so far."""
+    membership = _job().membership
+    if world.is_distributed() and wire.moves_on_device(_job().default):
+        return "NCCL"
+    return "CUDA IPC" if membership.mailboxes.are_used else "pinned memory"
+
+
 def checks_calls() -> bool:
     """Whether workers compare what they call at each torch function: what TESSEL_CHECK says."""
     return chosen(CHECK, ("0", "1")) == "1"
@@ -226,6 +234,7 @@ class _Job:
         return self.groups[workers]
 
     def end(self) -> None:
+        self.membership.mailboxes.settle()
         self.membership.watch.end()
         if isinstance(self.membership.mpi, mpi.Mpi):
             self.membership.mpi.leave()
@@ -374,6 +383,7 @@ def _end_program(error: BaseException | None) -> bool:
         return True
     job = _job()
     watch, host = job.membership.watch, job.membership.host
+    job.membership.mailboxes.settle()
     if not watch.is_attached:  # others may wait for it at their first call
         everyone = range(num_workers())
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))

@@ -28,5 +28,5 @@ def mesh_of(
 
     if device_type is None:
         device_type = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
-    grid = torch.tensor(workers, dtype=torch.int).reshape(shape)
+    grid = torch.tensor(workers, dtype=torch.int, device="cpu").reshape(shape)
     return DeviceMesh(device_type, grid, mesh_dim_names=names)

@@ -201,7 +201,7 @@ class Mpi:
         global _communicator
         if _communicator is None:
             own, request = _mpi().COMM_WORLD.Idup()
-            message = _Message((0, 0), 0, torch.empty(0), [request])
+            message = _Message((0, 0), 0, torch.empty(0, device="cpu"), [request])
             self._pending.append(message)
             self.wait(message, (0, 0), ())
             _communicator = own

@@ -111,7 +111,7 @@ class Staging:
     @cached_property
     def bytes(self) -> Tensor:
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            return torch.empty(self._num_bytes, dtype=torch.uint8)
+            return torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
 
 
 class Reader:
@@ -130,7 +130,7 @@ class Reader:
         """Whether the system lets this process read the other one."""
         if _read is None:
             return False
-        into = torch.zeros(len(expected), dtype=torch.uint8)
+        into = torch.zeros(len(expected), dtype=torch.uint8, device="cpu")
         try:
             self._copy(Runs(address, len(expected)), Runs.of(into), 0, len(expected))
         except OSError:

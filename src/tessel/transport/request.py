@@ -252,7 +252,7 @@ class UnexpectedMessage:
         self.key = key
         # it belongs to no transform of torch.func, and outlives the mode in which it begins
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            self.values = torch.empty(num_bytes, dtype=torch.uint8)
+            self.values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._next = 0
         self.is_done, self.failure = False, ""
 

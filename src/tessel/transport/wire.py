@@ -78,7 +78,7 @@ def swap(
     takes = [asked.get(worker, 0) for worker in workers]
     if number is not None:
         # as long as the longest number, so that what follows can be viewed as any dtype
-        mine = torch.tensor([number, 0]).view(torch.uint8)
+        mine = torch.tensor([number, 0], device="cpu").view(torch.uint8)
         parts = [torch.cat([mine, part]) for part in parts]
         takes = [mine.numel() + size for size in takes]
     full = [part for part in parts if part.numel()]
@@ -222,7 +222,9 @@ def close(handle: Any, other: int) -> None:
     """
     if control_device(handle).type == "cpu":
         with contextlib.suppress(RuntimeError):
-            work: Any = dist.irecv(torch.empty(1), src=other, group=handle, tag=2**30 + 1)
+            work: Any = dist.irecv(
+                torch.empty(1, device="cpu"), src=other, group=handle, tag=2**30 + 1
+            )
             work.wait(datetime.timedelta(milliseconds=1))
 
 

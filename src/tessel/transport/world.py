@@ -147,7 +147,8 @@ def _has_own_gpu() -> bool:
         return True
     if 0 < gpus < workers:
         warnings.warn(
-            f"{workers} workers on a host with {gpus} GPUs: tensors are sent over Gloo, not NCCL",
+            f"{workers} workers on a host with {gpus} GPUs: their tensors are sent through memory "
+            f"that workers share, not by NCCL; `tessel doctor` measures what this costs",
             stacklevel=5,
         )
     return gpus >= workers

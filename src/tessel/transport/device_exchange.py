@@ -1,0 +1,133 @@
+"""An exchange between GPUs without NCCL, as where workers share a GPU.
+
+A message to a worker of the same host is left in a mailbox, from which the GPU of the receiver
+copies it. Where that is not possible, and to other hosts, it is staged in pinned memory and travels
+as a tensor of the CPU does, for which this worker waits for its GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tessel.transport.buffers import ReceiveBuffer, SendBuffer
+from tessel.transport.exchange import Exchange, Ways
+from tessel.transport.mailbox import POSTED, REFUSED, STAGED, WORDS, Mailboxes, Note
+from tessel.transport.request import Key
+
+
+class DeviceExchange:
+    """Messages between GPUs that were started; called, it waits for them.
+
+    There are three steps, and both workers of a pair know what comes in each: notes of what is sent
+    (other hosts get it at once), answers to those of mailboxes, and what was staged.
+
+    Args:
+        ways: to the workers of the group.
+        key: of the messages.
+        sends, receives: at most one for each pair of workers.
+        device: of the tensors.
+        mailboxes: of this worker.
+    """
+
+    def __init__(
+        self,
+        ways: Ways,
+        key: Key,
+        sends: Sequence[SendBuffer],
+        receives: Sequence[ReceiveBuffer],
+        device: torch.device,
+        mailboxes: Mailboxes,
+    ) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "only exchanges by NCCL can be captured in a CUDA graph, for which each worker "
+                "needs a GPU of its own"
+            )
+        self._ways, self._key, self._device, self._mailboxes = ways, key, device, mailboxes
+        self._receives = receives
+        self._own = next((each.tensor for each in sends if each.worker == ways.worker), None)
+        self._go = {each.worker: each.tensor for each in sends if each.worker != ways.worker}
+        near = [worker for worker in self._go if worker in ways.near]
+        posts = {worker: mailboxes.post(worker, self._go[worker]) for worker in near}
+        self._posted = {worker: box for worker, box in posts.items() if box is not None}
+        self._staged = self._to_host({w: x for w, x in self._go.items() if w not in self._posted})
+        notes = {w: box.note if box else Note(STAGED).tensor() for w, box in posts.items()}
+        self._places = {each.worker: each.place for each in receives if each.worker != ways.worker}
+        self._come = {
+            worker: _note_room() if worker in ways.near else self._room(place)
+            for worker, place in self._places.items()
+        }
+        self._notes = self._exchange({**self._staged, **notes}, self._come)
+
+    def __call__(self) -> None:
+        """Wait for others, and let the GPU copy what they sent to its place."""
+        self._notes()
+        near = self._ways.near
+        notes = {worker: Note.of(come) for worker, come in self._come.items() if worker in near}
+        posted = [worker for worker, note in notes.items() if note.kind == POSTED]
+        found = {w: self._mailboxes.mapped(w, notes[w], self._device) for w in posted}
+        boxes = {worker: box for worker, box in found.items() if box is not None}
+        values = {w: box.message(self._places[w]) for w, box in boxes.items()}
+        late = [worker for worker in notes if worker not in boxes]
+        if late:  # others wait for an answer before they send what is missing
+            values = {worker: value.clone() for worker, value in values.items()}
+        else:
+            self._put(values)
+        for box in boxes.values():
+            box.taken.record()
+        refused = Note(REFUSED).tensor()
+        self._hear({w: boxes[w].answer if w in boxes else refused for w in posted})
+        rooms = {worker: self._room(self._places[worker]) for worker in late}
+        self._exchange({w: x for w, x in self._staged.items() if w in near}, rooms)()
+        if late:
+            self._put({**values, **{w: room.to(self._device) for w, room in rooms.items()}})
+
+    def _hear(self, answers: Mapping[int, Tensor]) -> None:
+        """Give and get answers to what was posted; what was refused is staged."""
+        heard = {worker: _note_room() for worker in self._posted}
+        self._exchange(answers, heard)()
+        refused = {}
+        for worker, box in self._posted.items():
+            if box.is_taken(heard[worker]):
+                self._mailboxes.release(worker, box)
+            else:
+                self._mailboxes.refuse(worker, box.device)
+                refused[worker] = box.message(self._go[worker])
+        self._staged.update(self._to_host(refused))
+
+    def _put(self, values: Mapping[int, Tensor]) -> None:
+        """Put what came to its place, in the order of the receives, in which sums are made."""
+        for buffer in self._receives:
+            if buffer.worker == self._ways.worker:
+                assert self._own is not None
+                buffer.put(self._own)
+            elif buffer.worker in values:
+                buffer.put(values[buffer.worker])
+            else:  # from another host
+                buffer.put(self._come[buffer.worker].to(self._device))
+
+    def _exchange(self, gives: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> Exchange:
+        sends = [SendBuffer(worker, tensor) for worker, tensor in gives.items()]
+        receives = [ReceiveBuffer(worker, room) for worker, room in takes.items()]
+        return Exchange(self._ways, self._key, sends, receives)
+
+    def _to_host(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Tensors in memory of the CPU, once the GPU has written them."""
+        copies = {
+            worker: self._room(x).copy_(x, non_blocking=True) for worker, x in tensors.items()
+        }
+        if copies and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copies
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Memory of the CPU that a GPU can write, and read."""
+        is_pinned = self._device.type == "cuda"
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_pinned)
+
+
+def _note_room() -> Tensor:
+    return torch.empty(WORDS, dtype=torch.int64, device="cpu")
