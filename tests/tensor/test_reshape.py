@@ -43,8 +43,8 @@ def reshape_all(grid: Shape, numbers: Sequence[int] = (1, 4, 6)) -> int:
         all_shapes = factorizations(number, 4)
         befores = [shape for shape in all_shapes if len(shape) == len(grid)]
         for k, (before, after) in enumerate(product(befores, all_shapes)):
-            # of four dimensions every third, by turns: there are hundreds
-            if len(grid) < 4 or (k + k // len(all_shapes)) % 3 == 0:
+            # of three dimensions and more every third, by turns: there are hundreds
+            if len(grid) < 3 or (k + k // len(all_shapes)) % 3 == 0:
                 x = on_grid(grid, before)
                 y = x.reshape(after)
                 weight = values(after, 2)
