@@ -142,13 +142,13 @@ def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None
 
 
 def test_empty_parts(run: Run) -> None:
-    run(compile_module, residual, "aot_eager", [2], nprocs=3, timeout=SECONDS)
+    run(compile_module, residual, "aot_eager", [2], False, nprocs=3, timeout=SECONDS)
 
 
 @pytest.mark.slow
 @needs_compiler
 def test_with_inductor(run: Run) -> None:
-    run(compile_module, residual, "inductor", [8, 8], nprocs=2, timeout=SECONDS)
+    run(compile_module, residual, "inductor", [8, 8], False, nprocs=2, timeout=SECONDS)
 
 
 def compile_around() -> None:
