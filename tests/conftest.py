@@ -32,6 +32,7 @@ BESIDE = (
     *("test_launchers", "test_message", "test_protocol", "test_sanitizers"),
     "test_unequal_workers",
 )
+LONGEST = "test_hosts"  # of the files that `make test` shares out as a whole
 ZOO = ("timm", "segmentation_models_pytorch", "monai", "diffusers", "transformers", "neuralop")
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
@@ -139,7 +140,8 @@ def is_alone(path: Path) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of each number of workers together, so that worlds are rarely made anew.
 
-    Those that end workers come last: new workers import anew what the others have imported.
+    Those that end workers come last: new workers import anew what the others have imported. The
+    file that takes longest comes first: the lane that has it would keep the others waiting.
     """
     for item in items:
         if is_alone(item.path):
@@ -149,7 +151,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     items.sort(
-        key=lambda item: (item.get_closest_marker("ends_workers") is not None, _num_workers(item))
+        key=lambda item: (
+            item.path.stem != LONGEST,
+            item.get_closest_marker("ends_workers") is not None,
+            _num_workers(item),
+        )
     )
 
 

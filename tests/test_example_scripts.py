@@ -2,8 +2,8 @@
 
 A new example is found by itself. It runs without options, or with those that `SMALL` has for it;
 what it prints after "loss", "error" or "PSNR" must be the same on any number of workers. One script
-is started as users start it, by each launcher; the others run on the workers of the pool, which
-have the environment that torchrun gives: each start would import torch thrice.
+is started as users start it, in one process and by `tessel run`; all run on the workers of the
+pool, which have the environment that torchrun gives: each start would import torch thrice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ STARTED = "darcy"  # by launchers: it asks who has started it
 LAUNCHERS = {
     "python": (),
     "tessel": ("-m", "tessel", "run", "-n", "2"),
-    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
 }
 
 
@@ -153,16 +152,15 @@ def assert_same(script: str, printed: str, once: str, nprocs: int, limit: float 
 def test_the_script_runs(run: Run, tmp_path: Path, alone: Alone, script: str) -> None:
     once = alone(script)
     assert_same(script, once, once, 1)
-    for options in MORE.get(script, [""]) if script != STARTED else ():
+    for options in MORE.get(script, [""]):
         printed = perform(run, script, 2, tmp_path, *options.split())
         limit = 0.5 if "--deepinv" in options else 2e-4  # others at the border
         assert_same(script, printed, once, 2, limit)
 
 
 @pytest.mark.limit(230)
-@pytest.mark.parametrize("launcher", ["tessel", "torchrun"])
-def test_the_script_runs_under(tmp_path: Path, alone: Alone, launcher: str) -> None:
-    assert_same(STARTED, start(STARTED, launcher, tmp_path), alone(STARTED), 2)
+def test_the_script_runs_under_tessel(tmp_path: Path, alone: Alone) -> None:
+    assert_same(STARTED, start(STARTED, "tessel", tmp_path), alone(STARTED), 2)
 
 
 def in_this_process(script: str) -> list[float]:

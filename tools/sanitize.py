@@ -93,15 +93,19 @@ def run_tests(
     chosen: Sequence[str],
     engine: Path = SOURCE / "engine.c",
     folder: Path = BUILD,
+    more: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """The engine's tests with sanitizers in the extension: how they ended, and what was said."""
+    """The engine's tests with sanitizers in the extension: how they ended, and what was said.
+
+    `more` are further options of the compiler.
+    """
     package = folder / "-".join(names) / "tessel"
     shutil.rmtree(package.parent, ignore_errors=True)
     shutil.copytree(ROOT / "src/tessel", package, symlinks=True)
     for stale in (package / "transport").glob("engine*.so"):
         stale.unlink()
     target = package / "transport/engine.abi3.so"
-    options = [option for name in names for option in SANITIZERS[name]]
+    options = [*(option for name in names for option in SANITIZERS[name]), *more]
     command = [*COMPILER, *COMMON, *options, "-shared", "-fPIC", *headers()]
     subprocess.run([*command, str(engine), "-o", str(target)], check=True)
     paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]

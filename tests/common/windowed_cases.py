@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import tessel
+from covering import repeats
 from parity import Case, close, first, slopes, values
 from tessel import Layout, Partition
 from tessel.testing import count_traffic
@@ -150,10 +151,10 @@ def check_against_file(case: Case, path: Path) -> None:
 def random_cases(
     make: Callable[[Random, int], Case], count: int, workers: int, seed: int
 ) -> list[Case]:
-    """That many cases of `make` that torch accepts, on at most so many workers."""
+    """Cases of `make` that torch accepts, on at most so many workers; `count` is for `repeats`."""
     rng = Random(seed)
     cases: list[Case] = []
-    while len(cases) < count:
+    while len(cases) < repeats(count):
         case = make(rng, workers)
         if is_accepted(case):
             cases.append(case)
@@ -462,10 +463,10 @@ def _place(rng: Random, ranks: tuple[int, ...], ndim: int) -> Place:
 
 
 def random_grid_cases(kind: str, count: int, seed: int) -> list[GridCase]:
-    """That many cases that torch accepts."""
+    """Cases that torch accepts; `count` is for `repeats`."""
     rng = Random(seed)
     cases: list[GridCase] = []
-    while len(cases) < count:
+    while len(cases) < repeats(count):
         case = random_grid_case(rng, kind)
         if is_accepted(case):  # type: ignore[arg-type]
             cases.append(case)

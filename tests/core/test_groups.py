@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +16,6 @@ from tessel.core.agreement import agree, tell
 from tessel.testing import check_adjoint
 
 Run = Callable[..., list[Any]]
-SOURCE = Path(tessel.__file__).parent
-
-
-def test_no_statement_only_reads_an_attribute() -> None:
-    """Which would be for what reading it does besides."""
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            reads = isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute)
-            assert not reads, f"{path}:{getattr(node, 'lineno', 0)}"
 
 
 class Twice(LinearOperator):

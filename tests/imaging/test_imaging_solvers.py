@@ -309,7 +309,7 @@ def test_both_primal_dual_methods_end_at_one_image() -> None:
         solvers.CondatVu(p, step=0.3, weight=0.2),
         solvers.ChambollePock(p, step=0.6, weight=0.2),
     ]
-    first, second = (solvers.solve(way, zero, max_iterations=500) for way in ways)
+    first, second = (solvers.solve(way, zero, max_iterations=300) for way in ways)
     assert float((first.x - second.x).abs().max()) < 3e-4  # both converge as 1 / k
     space = solvers.Space.of(zero)
     best = value_of(p, first.x, space)

@@ -18,7 +18,7 @@ from tessel.interop import layout_of
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
-GRIDS = {1: [(1,), (1, 1)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2)]}
+GRIDS = {1: [(1,), (1, 1)], 2: [(1, 2)], 3: [(3,)], 4: [(4,), (2, 2)]}
 SHAPES = [(8, 4), (7, 5), (3, 2), (1, 3), (10, 4), (0, 4)]  # even, uneven, with empty parts
 
 

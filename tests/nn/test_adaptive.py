@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tessel
+from covering import repeats
 from parity import Case, check_cases, values
 from tessel import Layout
 from tessel.core.windows import AdaptiveWindow
@@ -89,8 +90,8 @@ def test_pools_are_those_of_one_process(run: Any) -> None:
 
 @pytest.mark.parametrize(("num_dims", "count"), [(1, 120), (2, 120), (3, 60)])
 def test_random_pools_are_those_of_one_process(run: Any, num_dims: int, count: int) -> None:
-    cases = list(random_cases(num_dims, count))
-    assert run(check_cases, cases, timeout=100) == [count] * 4
+    cases = list(random_cases(num_dims, repeats(count)))
+    assert run(check_cases, cases, timeout=100) == [len(cases)] * 4
 
 
 def check_with_tables(cases: list[Case], tied: list[Case]) -> tuple[int, list[str]]:
@@ -111,7 +112,7 @@ def test_many_unequal_windows(run: Any) -> None:
         random_case(rng, num_dims, kind)
         for num_dims in (1, 2, 3)
         for kind in ("Avg", "Max")
-        for _ in range(25)
+        for _ in range(repeats(25))
     ]
     tied = [each for each in cases if each.workers == 4 and "Max" in each.name]
     assert run(check_with_tables, cases, tied, timeout=100) == [(len(cases), [])] * 4
@@ -149,9 +150,11 @@ def differences(cases: list[Case]) -> list[str]:
 
 def test_of_equal_values_torchs_own_is_taken(run: Any) -> None:
     rng = random.Random(7)
-    drawn = [random_case(rng, num_dims, "Max") for num_dims in (1, 2, 3) for _ in range(40)]
+    drawn = [
+        random_case(rng, num_dims, "Max") for num_dims in (1, 2, 3) for _ in range(repeats(40))
+    ]
     cases = [each for each in drawn if each.workers == 4]
-    assert len(cases) > 50
+    assert len(cases) > repeats(50)
     assert run(differences, cases, timeout=100) == [[]] * 4
 
 
@@ -277,7 +280,9 @@ def plans(drawn: list[Case]) -> list[str]:
 
 def test_what_a_way_costs_is_what_travels(run: Any) -> None:
     rng = random.Random(3)
-    drawn = [random_case(rng, num_dims, "Avg") for num_dims in (1, 2, 3) for _ in range(30)]
+    drawn = [
+        random_case(rng, num_dims, "Avg") for num_dims in (1, 2, 3) for _ in range(repeats(30))
+    ]
     assert run(plans, drawn) == [[]] * 4
 
 

@@ -214,14 +214,13 @@ def checked(name: str, training: bool, most: int) -> list[str]:
     return wrong + [f"gathered: {each}" for each in report.gathers]
 
 
-# In training or not; keys that travel, or that are gathered since there are few. All of it on
-# three workers, whose parts are uneven.
+# In training or not; keys that travel, or that are gathered since there are few: each on three
+# workers, whose parts are uneven, or on four.
 TRAVEL, GATHER = 0, 1 << 16
 CALLS = {
-    1: [(False, TRAVEL), (True, TRAVEL)],
-    2: [(False, TRAVEL), (True, GATHER)],
-    3: [(False, TRAVEL), (False, GATHER), (True, TRAVEL), (True, GATHER)],
-    4: [(False, GATHER), (True, TRAVEL)],
+    1: [(True, TRAVEL)],
+    3: [(False, GATHER), (True, TRAVEL)],
+    4: [(False, TRAVEL), (True, GATHER)],
 }
 
 
@@ -249,7 +248,7 @@ def generated(shape: list[int]) -> float:
     return float((torch.cat(found, 2) - expected).abs().max())
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [1, 3, 4])
 def test_generation_with_a_split_cache(run: Run, nprocs: int) -> None:
     found = run(generated, [1, 1, nprocs, 1], nprocs=nprocs, timeout=60)
     assert max(found) < 1e-12

@@ -113,7 +113,7 @@ def random_without_output_padding(rng: Random, workers: int) -> Case:
 @pytest.mark.slow
 def test_the_size_of_the_output_may_be_given(run: Run) -> None:
     cases = random_cases(random_without_output_padding, 50, 4, 31)
-    assert min(run(check_sizes, cases, nprocs=4)) >= 60
+    assert min(run(check_sizes, cases, nprocs=4)) > len(cases)  # of some more than one
 
 
 def give_wrong_size() -> tuple[Any, Any]:

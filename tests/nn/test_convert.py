@@ -78,7 +78,7 @@ class Training:
     args: tuple[Any, ...]
     grid: Shape
     shape: Shape
-    steps: int = 5
+    steps: int = 3
 
 
 TRAININGS = {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tessel
+from covering import repeats
 from parity import check_layers, close, values
 from tessel import Layout
 from tessel.testing import count_traffic
@@ -105,7 +106,7 @@ def check_uneven(seed: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_uneven_and_empty_parts_are_exact(run: Run) -> None:
-    run(check_uneven, 3, 100, nprocs=4)
+    run(check_uneven, 3, repeats(100), nprocs=4)
 
 
 def check_uneven_with_blocks(seed: int, count: int) -> None:
@@ -130,7 +131,7 @@ def check_uneven_with_blocks(seed: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_uneven_parts_meet_blocks(run: Run) -> None:
-    run(check_uneven_with_blocks, 5, 50, nprocs=4)
+    run(check_uneven_with_blocks, 5, repeats(50), nprocs=4)
 
 
 def train(w_grid: tuple[int, ...] | None) -> list[Tensor]:

@@ -244,7 +244,7 @@ def check_detection_and_flow() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 def test_detection_and_flow(run: Run, nprocs: int) -> None:
     run(check_detection_and_flow, nprocs=nprocs, timeout=100)
 
@@ -265,7 +265,7 @@ def check_kinds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 def test_kinds(run: Run, nprocs: int) -> None:
     run(check_kinds, nprocs=nprocs, timeout=100)
 

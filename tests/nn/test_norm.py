@@ -11,6 +11,7 @@ from torch import Tensor
 
 import parity
 import tessel
+from covering import repeats
 from parity import Case, close, values
 from tessel import Layout
 from tessel.nn import norm
@@ -160,16 +161,16 @@ MAKERS = {"batch": batch_case, "instance": instance_case, "group": group_case, "
 @pytest.mark.parametrize("family", MAKERS)
 def test_random_cases(run, nprocs, family):
     source = random.Random(f"norm {family}")
-    cases = [MAKERS[family](source) for _ in range(60)]
-    assert run(check_norms, cases, nprocs=nprocs, timeout=100) == [60] * nprocs
+    cases = [MAKERS[family](source) for _ in range(repeats(60))]
+    assert run(check_norms, cases, nprocs=nprocs, timeout=100) == [len(cases)] * nprocs
 
 
 @pytest.mark.parametrize("nprocs", [4])
 @pytest.mark.parametrize("family", ["batch", "instance"])
 def test_random_cases_in_evaluation(run, nprocs, family):
     source = random.Random(f"evaluated norm {family}")
-    cases = [MAKERS[family](source) for _ in range(20)]
-    assert run(check_norms, cases, True, nprocs=nprocs, timeout=100) == [20] * nprocs
+    cases = [MAKERS[family](source) for _ in range(repeats(20))]
+    assert run(check_norms, cases, True, nprocs=nprocs, timeout=100) == [len(cases)] * nprocs
 
 
 def train_and_evaluate(case: Case, any_dims: bool) -> None:

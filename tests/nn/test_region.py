@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tessel
+from covering import repeats
 from parity import OnGrid, check_layers, close, slopes, values
 from tessel import Layout, Partition
 from tessel.testing import count_traffic
@@ -25,7 +26,7 @@ WIDTH = 8  # bytes of a float64
 BATCH = 20  # cases in one call to the workers
 
 by_draw = settings(
-    max_examples=5,
+    max_examples=repeats(5),
     derandomize=True,
     deadline=None,
     database=None,

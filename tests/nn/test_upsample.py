@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import tessel
+from covering import repeats
 from parity import Case, check_cases, values
 from tessel import Layout
 from tessel.core.windows import Cubic, Interpolation, Linear, Nearest
@@ -122,8 +123,8 @@ def test_upsampling_is_that_of_one_process(run: Any) -> None:
 
 @pytest.mark.parametrize(("num_dims", "count"), [(1, 120), (2, 100), (3, 60)])
 def test_random_upsampling_is_that_of_one_process(run: Any, num_dims: int, count: int) -> None:
-    cases = list(random_cases(num_dims, count, seed=num_dims))
-    assert run(check_cases, cases, timeout=100) == [count] * 4
+    cases = list(random_cases(num_dims, repeats(count), seed=num_dims))
+    assert run(check_cases, cases, timeout=100) == [len(cases)] * 4
 
 
 SHAPES = [(1, 1, 31), (1, 1, 57), (1, 1, 273), (1, 1, 20, 31), (2, 4, 70, 69), (1, 3, 9, 31, 4)]
@@ -300,7 +301,7 @@ def not_finite() -> list[str]:
     P = tessel.world().create_cartesian_topology_partition((1, 1, 2, 2))
     rng = random.Random(0)
     wrong = []
-    for number in range(60):
+    for number in range(repeats(60)):
         x = values((1, 2, rng.randint(4, 12), rng.randint(4, 12)), number)
         x.view(-1)[rng.randrange(x.numel())] = rng.choice([float("inf"), float("nan")])
         factor = (rng.choice(SCALES), rng.choice(SCALES))

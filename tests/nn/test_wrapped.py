@@ -395,7 +395,7 @@ def check_fully_sharded(nested: bool, first: bool) -> None:
     """Steps of Adam, clipping, and two batches before a step."""
     grid, (x, labels) = Grid(), batch()
     for name, mesh in meshes(grid):
-        for settings in ({}, {"reshard_after_forward": False}):
+        for settings in ({}, {"reshard_after_forward": False})[: 1 + (first != nested)]:
             one, model = made(), made()
             if first:
                 model = distribute_module(model, grid.P_x)

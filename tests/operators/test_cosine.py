@@ -75,8 +75,15 @@ def all_kinds(n: int, T: torch.dtype) -> list[Spec]:
     return found
 
 
-@pytest.mark.parametrize("T", DTYPES, ids=str)
-@pytest.mark.parametrize("n", LENGTHS)
+# even and odd ones in single precision, in which the same code computes
+@pytest.mark.parametrize(
+    ("n", "T"),
+    [
+        pytest.param(n, T, id=f"{n}-{T}")
+        for T in DTYPES
+        for n in (LENGTHS if T in (F64, C128) else (1, 4, 5))
+    ],
+)
 def test_every_kind_is_its_matrix(n: int, T: torch.dtype) -> None:
     """Results, adjoint, inverse and both, with gradients of first and second order."""
     for spec in all_kinds(n, T):
@@ -282,7 +289,8 @@ PADDINGS = (1, 1.2, 4 / 3, 1.5, 2, 3.7)
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_padded_transforms_are_their_matrices(padding: float, T: torch.dtype) -> None:
     """The inverse is the pseudo-inverse of the matrix."""
-    for n in (1, 2, 3, 4, 5, 6, 8, 9):
+    # even and odd ones in single precision, which the same transforms compute
+    for n in (1, 2, 3, 4, 5, 6, 8, 9) if T in (F64, C128) else (2, 5, 9):
         spec = dft(n, T, padding)
         for each in (spec, H(spec), inv(spec), H(inv(spec))):
             check_local(each)

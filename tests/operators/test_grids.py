@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tessel
+from covering import repeats
 from operator_cases import (
     H,
     Shape,
@@ -152,7 +153,7 @@ def is_apart(some: Shape, other: Shape) -> bool:
 @pytest.mark.slow
 def test_random_trees_between_grids_apart(run: Run) -> None:
     rng = Random(6)
-    cases = [random_apart(rng) for _ in range(24)]
+    cases = [random_apart(rng) for _ in range(repeats(24))]
     for start in range(0, len(cases), 8):
         some = cases[start : start + 8]
         assert run(check_spreads, some, nprocs=6) == [len(some)] * 6

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import repeats
 from operator_cases import (
     Node,
     Spec,
@@ -42,7 +43,7 @@ def local_trees() -> list[Spec]:
 def test_random_trees_are_their_matrices() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for number, spec in enumerate(local_trees()):
+    for number, spec in enumerate(local_trees()[: repeats(LOCAL)]):
         try:
             check_local(spec, number)
         except AssertionError as error:
@@ -76,7 +77,7 @@ def test_random_trees_are_of_every_kind() -> None:
 @pytest.mark.parametrize("nprocs", SPREAD)
 def test_random_trees_on_random_partitions(run: Run, nprocs: int) -> None:
     rng = Random(nprocs)
-    cases = [random_spread(rng, nprocs) for _ in range(SPREAD[nprocs])]
+    cases = [random_spread(rng, nprocs) for _ in range(repeats(SPREAD[nprocs]))]
     for start in range(0, len(cases), BATCH):
         some = cases[start : start + BATCH]
         assert run(check_spreads, some, nprocs=nprocs) == [len(some)] * nprocs

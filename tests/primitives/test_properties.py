@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from covering import repeats
 from registry import (
     KINDS,
     Case,
@@ -42,7 +43,7 @@ BATCH = 25  # cases in one call to the workers
 Spec = tuple[Callable[..., Case], tuple[Any, ...]]  # a constructor and its arguments but the name
 
 by_draw = settings(
-    max_examples=5,
+    max_examples=repeats(5),
     derandomize=True,
     deadline=None,
     database=None,

@@ -273,7 +273,7 @@ def programs_checked(first: int, count: int) -> list[str]:
         return run_programs(first, count)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [1, 3, 4])
 def test_right_programs_raise_nothing(run: Run, nprocs: int) -> None:
     for wrong in run(programs_checked, 1000 * nprocs, 25, nprocs=nprocs, timeout=100):
         assert not wrong, "\n".join(wrong)
@@ -315,7 +315,7 @@ def train_both_ways() -> tuple[Any, ...]:
     return plain, checked
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 def test_training_is_what_it_is_without(run: Run, nprocs: int) -> None:
     for plain, checked in run(train_both_ways, nprocs=nprocs):
         assert plain == checked
@@ -423,7 +423,7 @@ def end_instead() -> None:
 @pytest.mark.slow
 def test_a_worker_that_does_not_come(checking: pytest.MonkeyPatch) -> None:
     """Others wait as long as they always do, and say for what."""
-    checking.setenv("TESSEL_TIMEOUT", "10")
+    checking.setenv("TESSEL_TIMEOUT", "6")
     begin = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         tessel.launch(sleep_instead, 2, timeout=100)

@@ -148,7 +148,7 @@ def augment(dim: int) -> None:
             assert torch.allclose(expected, got, 1e-11, 1e-11), (key, dim)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_operators_in_place_change_what_they_index(run: Run, dim: int, nprocs: int) -> None:
     run(augment, dim, nprocs=nprocs, timeout=60)

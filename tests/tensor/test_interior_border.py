@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tessel
+from covering import repeats
 from parity import Case, check_case
 from tessel import Layout
 from tessel.tensor import interior_border
@@ -67,7 +68,7 @@ def check_in_pieces(cases: list[Case]) -> int:
     return count
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(repeats(3)))
 def test_pieces_give_what_torch_gives(run: Run, seed: int) -> None:
     counts = run(check_in_pieces, random_cases(80, seed), nprocs=4, timeout=100)
     assert counts[0] >= 20

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tessel
+from covering import repeats
 from parity import Case, check_case, close, values
 from tessel import Layout
 from tessel.core.halo import AsyncHalo, Halo
@@ -126,7 +127,7 @@ def check_by_strips(cases: list[Case]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(repeats(4)))
 def test_strips_give_what_torch_gives(run: Run, seed: int) -> None:
     counts = run(check_by_strips, random_cases(80, seed), nprocs=4, timeout=100)
     assert counts[0] >= 20  # cases by strips, not only those that cannot be

