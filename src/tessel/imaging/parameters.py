@@ -31,6 +31,7 @@ from tessel.core import (
     Replicate,
     Shape,
     anchored_zeros,
+    is_compiling,
     shared_whole,
     tell,
 )
@@ -323,7 +324,7 @@ def stray_leaf(
         own: tensors of this worker alone, which may get it.
         given: tensors that came with the call; they, and what they depend on, may get it.
     """
-    if not needs_grad(result) or torch.compiler.is_compiling():
+    if not needs_grad(result) or is_compiling():
         return None
     given = list(given)
     known = {id(each) for each in (*own, *given)}
