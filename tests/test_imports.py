@@ -48,8 +48,9 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.graph",),
     ("transport", "launch"),
     ("core.windows",),
+    ("core.numbers",),
     (
-        *("core.boxes", "core.context", "core.handles", "core.numbers"),
+        *("core.boxes", "core.context", "core.handles"),
         *("encoding", "endings", "errors", "limits", "machine", "version"),
     ),
     ("settings",),

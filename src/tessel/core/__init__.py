@@ -20,6 +20,7 @@ from tessel.core.boxes import Box as Box
 from tessel.core.boxes import Interval as Interval
 from tessel.core.boxes import Region as Region
 from tessel.core.checksum import checksum_of as checksum_of
+from tessel.core.context import is_compiling as is_compiling
 from tessel.core.context import setting as setting
 from tessel.core.layout import Cut as Cut
 from tessel.core.layout import Layout as Layout

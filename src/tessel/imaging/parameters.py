@@ -31,10 +31,10 @@ from tessel.core import (
     Replicate,
     Shape,
     anchored_zeros,
+    is_compiling,
     shared_whole,
     tell,
 )
-from tessel.core.context import is_compiling
 from tessel.imaging.context import DistributedContext
 from tessel.transport import kept_in_job
 
