@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import tessel
-from tessel.models import FNO
 from tessel.nn import (
     DistributedAvgPool2d,
     DistributedBatchNorm,
@@ -21,7 +21,6 @@ from tessel.nn import (
     DistributedGroupNorm,
     DistributedMaxPool2d,
     DistributedUpsample,
-    HaloRegion,
     distribute_module,
 )
 
@@ -40,11 +39,6 @@ LAYERS: dict[str, Callable[[Any], nn.Module]] = {
     "batch norm": lambda P: DistributedBatchNorm(P, 2),
     "group norm": lambda P: DistributedGroupNorm(P, 1, 2),
     "upsample": lambda P: DistributedUpsample(P, scale_factor=2, mode="bilinear"),
-    "halo region": lambda P: HaloRegion(
-        *(DistributedConv2d(P, 2, 4, 3, padding=1, padding_mode="circular"), nn.GELU()),
-        *(DistributedMaxPool2d(P, 2), DistributedConv2d(P, 4, 2, 3, padding=1)),
-    ),
-    "Fourier neural operator": lambda P: FNO(P, 2, 3, width=4, modes=2, dtype=torch.float64),
 }
 
 
@@ -145,6 +139,26 @@ def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None
 
 def test_empty_parts(run: Run) -> None:
     run(compile_module, residual, "aot_eager", [2], nprocs=3, timeout=SECONDS)
+
+
+def with_older_torch(what: str) -> None:
+    """Before 2.13 `torch.compiler.is_compiling()` is False while tensors without values travel."""
+    kept = getattr(torch.compiler, "_compile_session_context", None)
+    if kept is not None:
+        torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
+    try:
+        if what == "layer":
+            compile_layer("convolution")
+        else:
+            compile_around()
+    finally:
+        if kept is not None:
+            torch.compiler._compile_session_context = kept
+
+
+@pytest.mark.parametrize("what", ["layer", "model"])
+def test_with_older_torch(run: Run, what: str) -> None:
+    run(with_older_torch, what, nprocs=2, timeout=SECONDS)
 
 
 @pytest.mark.slow
