@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import tessel
-from tessel.models import FNO
 from tessel.nn import (
     DistributedAvgPool2d,
     DistributedBatchNorm,
@@ -22,7 +21,6 @@ from tessel.nn import (
     DistributedGroupNorm,
     DistributedMaxPool2d,
     DistributedUpsample,
-    HaloRegion,
     distribute_module,
 )
 
@@ -41,11 +39,6 @@ LAYERS: dict[str, Callable[[Any], nn.Module]] = {
     "batch norm": lambda P: DistributedBatchNorm(P, 2),
     "group norm": lambda P: DistributedGroupNorm(P, 1, 2),
     "upsample": lambda P: DistributedUpsample(P, scale_factor=2, mode="bilinear"),
-    "halo region": lambda P: HaloRegion(
-        *(DistributedConv2d(P, 2, 4, 3, padding=1, padding_mode="circular"), nn.GELU()),
-        *(DistributedMaxPool2d(P, 2), DistributedConv2d(P, 4, 2, 3, padding=1)),
-    ),
-    "Fourier neural operator": lambda P: FNO(P, 2, 3, width=4, modes=2, dtype=torch.float64),
 }
 
 

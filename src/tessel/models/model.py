@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tessel.core.agreement import Agreement
+from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.machine import keep_freed_memory
@@ -32,10 +33,10 @@ class Model(ComputingLayer):
         keep_freed_memory()
         self.schedule = buckets.BucketSchedule()
 
+    @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         """As a layer does; gradients of shared parameters travel in few messages."""
-        # One worker has no messages; in a compiler's graph each gradient is a movement of its own.
-        if self.P_x.size == 1 or torch.compiler.is_compiling():
+        if self.P_x.size == 1:  # whose gradients need no messages
             return super().forward(input, *args, **settings)
         assert isinstance(self, torch.nn.Module)
         with buckets.in_buckets(self.schedule, self.parameters()):
