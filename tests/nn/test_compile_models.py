@@ -141,22 +141,24 @@ def test_empty_parts(run: Run) -> None:
     run(compile_module, residual, "aot_eager", [2], nprocs=3, timeout=SECONDS)
 
 
-def with_older_torch() -> None:
+def with_older_torch(what: str) -> None:
     """Before 2.13 `torch.compiler.is_compiling()` is False while tensors without values travel."""
     kept = getattr(torch.compiler, "_compile_session_context", None)
     if kept is not None:
         torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
     try:
-        compile_layer("convolution")
-        compile_module(residual, "aot_eager", [8, 8, 14])
-        compile_around()
+        if what == "layer":
+            compile_layer("convolution")
+        else:
+            compile_around()
     finally:
         if kept is not None:
             torch.compiler._compile_session_context = kept
 
 
-def test_with_older_torch(run: Run) -> None:
-    run(with_older_torch, nprocs=2, timeout=SECONDS)
+@pytest.mark.parametrize("what", ["layer", "model"])
+def test_with_older_torch(run: Run, what: str) -> None:
+    run(with_older_torch, what, nprocs=2, timeout=SECONDS)
 
 
 @pytest.mark.slow
