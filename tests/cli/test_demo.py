@@ -160,7 +160,7 @@ def test_the_classifier(run: Run, nprocs: int, size: int) -> None:
     # of one process, and then of each worker
     held = [(100 * size + 1, row * (100 * size + 1)), *((part, row * part) for part in parts)]
     assert [(each[1], each[2]) for each in report.rows] == held
-    peak, *peaks = (each[3] for each in report.rows)
+    peak, *peaks = (each[4] for each in report.rows)
     excess = 1.5 if size > 8 else 2.0  # beside few classes the features, which all have, count
     assert max(peaks) == peak if nprocs == 1 else max(peaks) < excess * peak / nprocs
     facts = 8 * classes.SAMPLES * 3  # three numbers for each sample, to each of the others

@@ -63,10 +63,10 @@ def run(size: int, note: Note) -> list[Report]:
     columns: Columns = {
         "classes": str,
         "head": num_bytes,
-        "in a step": num_bytes,
         "share": as_share,
+        "in a step": num_bytes,
     }
-    rows = [(*each, each[1] / whole[1]) for each in (whole, *holdings)]
+    rows = [(count, head, head / whole[1], peak) for count, head, peak in (whole, *holdings)]
     return [
         Report(
             TITLE,
@@ -75,7 +75,7 @@ def run(size: int, note: Note) -> list[Report]:
             LIMIT,
             *of_processes(columns, rows[0], rows[1:], sent, (before, after)),
             legend="in a step: peak memory of logits, gradients and all other tensors that it "
-            "creates; share: of the head\n",
+            "creates\n",
             is_wrong=sum(head for _, head, _ in holdings) != whole[1],  # shards are the whole head
         )
     ]
