@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -138,6 +139,26 @@ def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None
 
 def test_empty_parts(run: Run) -> None:
     run(compile_module, residual, "aot_eager", [2], nprocs=3, timeout=SECONDS)
+
+
+def with_older_torch(what: str) -> None:
+    """Before 2.13 `torch.compiler.is_compiling()` is False while tensors without values travel."""
+    kept = getattr(torch.compiler, "_compile_session_context", None)
+    if kept is not None:
+        torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
+    try:
+        if what == "layer":
+            compile_layer("convolution")
+        else:
+            compile_around()
+    finally:
+        if kept is not None:
+            torch.compiler._compile_session_context = kept
+
+
+@pytest.mark.parametrize("what", ["layer", "model"])
+def test_with_older_torch(run: Run, what: str) -> None:
+    run(with_older_torch, what, nprocs=2, timeout=SECONDS)
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -27,3 +29,16 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+# the movements of a call that a compiler traces on tensors without values
+current_trace: ContextVar[Any] = ContextVar("current_trace", default=None)
+
+
+def is_compiling() -> bool:
+    """Whether a compiler looks at this call, or traces it.
+
+    Before 2.13, torch says so only while Dynamo reads code, not while tensors without values go
+    through it.
+    """
+    return torch.compiler.is_compiling() or current_trace.get() is not None

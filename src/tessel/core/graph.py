@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tessel import transport
-from tessel.core.context import setting
+from tessel.core.context import current_trace, is_compiling, setting
 from tessel.core.handles import constant_in_graphs, object_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,9 +53,6 @@ class Trace:
         """The operator as the next node."""
         self.operators.append(operator)
         return node(x, f"{operator.handle}#{len(self.operators)}")
-
-
-current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
 
 
 def placed(x: Tensor, operator: Any) -> Tensor:
@@ -178,7 +175,9 @@ def _run(
     module = getattr(caller, holder) if holder else caller
     given = dict(zip(names, values, strict=True))
     with _reparametrize_module(module, given, tie_weights=True):
-        if not torch.compiler.is_compiling():  # a backend that runs what Dynamo gives it
+        # By what it is called with, as before 2.13 torch does not say that it traces. Tensors with
+        # values come from a backend that runs what Dynamo gives it.
+        if detect_fake_mode((values, args, kwargs)) is None:
             return getattr(caller, name)(*args, **kwargs)
         trace = Trace()
         caller.__dict__.setdefault("_traces", []).append(trace)
@@ -195,7 +194,7 @@ def eagerly(function: F) -> F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import torch
 from torch import Tensor
 
 from tessel import transport
 from tessel.core import boxes
 from tessel.core.boxes import Box, Region
+from tessel.core.context import is_compiling
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator, in_transform, record, record_several
 from tessel.core.plan import Plan, plan
@@ -176,7 +176,7 @@ class AsyncHalo:
         What comes back in a backward pass is added to the gradient of this use where it lies. So
         the gradient must be made for it, as that of a convolution is.
         """
-        if in_transform() or torch.compiler.is_compiling():
+        if in_transform() or is_compiling():
             return x, record(self._start, x, False)
         own, token = record_several(_SendHalo(self._start, x.new_empty(0)), (x,))
         assert own is not None and token is not None

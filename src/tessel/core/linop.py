@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from tessel import transport
 from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, in_forward_mode
-from tessel.core.context import setting
+from tessel.core.context import is_compiling, setting
 from tessel.core.graph import current_trace, outside_of_graphs, placed, settings_in
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, Shape
@@ -289,7 +289,7 @@ class Entering(LinearOperator):
         return _Passing(self.domain, self.group)
 
     def _apply(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return placed(x, self)
         self._check_settings()
         layout, *_ = self.agreement.agree_on(self.signature)
@@ -350,7 +350,7 @@ class Compiled(LinearOperator):
         return self.operator.H
 
     def _apply(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return placed(x, self)
         operator, _ = self.agreement.agree_on(self.signature)
         if operator != self.operator:
@@ -366,7 +366,7 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
 
     A worker that takes no part in it gets a clone.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if not _takes_part_while_compiling(caller.handle):
             return x.clone()
         lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
@@ -419,7 +419,7 @@ def record(
 
 
 def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _Apply.apply(x, anchor, operator)[0]
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     if anchor is None and not is_recorded and not in_transform():
@@ -435,7 +435,7 @@ def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None
 
 def is_traced() -> bool:
     """Whether a call runs on tensors without values, for a graph of what it computes."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    return is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def in_transform() -> bool:
@@ -459,7 +459,7 @@ def record_local(operator: LocalMap, x: Tensor) -> Tensor:
 
     Compilers and function transforms (vmap, jacrev) look at the functions that it is made of.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_compiling() or torch._C._are_functorch_transforms_active():
         return operator._apply(x)
     return _apply(operator, x, None)
 
@@ -577,7 +577,7 @@ def _number_of_call(operator: Any) -> int:
 
     It is not that of the last agreement of this worker, which the others may have had no part in.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return 0
     if isinstance(operator, LinearOperator):
         return operator.prepare().num_calls
@@ -627,7 +627,7 @@ class _Apply(torch.autograd.Function):
         if ctx.trace is not None:  # movements of a backward pass are numbered on from those before
             with setting(current_trace, ctx.trace):
                 return _apply(ctx.operator.H, grad, anchor), None, None
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return _apply(ctx.operator.H, grad, anchor), None, None
         grad = _values_of(grad)
         # Backward passes are not agreed on: that of another call must not answer this one.

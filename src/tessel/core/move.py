@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core.boxes import Region
+from tessel.core.context import is_compiling
 from tessel.core.graph import placed
 from tessel.core.hierarchy import route
 from tessel.core.layout import Layout, Shape
@@ -104,7 +105,7 @@ class Move(LinearOperator):
         )
 
     def _apply(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return placed(x, self)
         if x.is_cuda and self.sums_all and self.group.adds_on_devices(x):
             y = x.clone(memory_format=torch.contiguous_format)

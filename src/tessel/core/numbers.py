@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from tessel.core.context import is_compiling
+
 
 @contextmanager
 def to_keep() -> Iterator[None]:
@@ -24,7 +26,7 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
     To a GPU they are copied once: the host would wait each time until the GPU has done everything
     before. A graph has its own.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return torch.tensor(numbers, dtype=dtype, device=device)
     return _kept(numbers, dtype, device)
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from tessel.core.agreement import agree
+from tessel.core.context import is_compiling
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
 from tessel.distributed import propagation, spreading
@@ -96,7 +97,7 @@ class Shard(Tensor):
         for each in types:
             if not issubclass(cls, each):
                 return NotImplemented  # a spread tensor, which makes one of the shard
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return _computed(func, args, kwargs or {})
         name = calls.name_of(func)
         with torch._C.DisableTorchFunctionSubclass():

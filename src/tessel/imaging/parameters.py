@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel import transport
 from tessel.core import LinearOperator, Partition, Replicate, Shape, anchored_zeros, tell
+from tessel.core.context import is_compiling
 from tessel.imaging.context import DistributedContext, whole_layout
 from tessel.transport import kept_in_job
 
@@ -315,7 +316,7 @@ def stray_leaf(
         own: tensors of this worker alone, which may get it.
         given: tensors that came with the call; they, and what they depend on, may get it.
     """
-    if not needs_grad(result) or torch.compiler.is_compiling():
+    if not needs_grad(result) or is_compiling():
         return None
     given = list(given)
     known = {id(each) for each in (*own, *given)}

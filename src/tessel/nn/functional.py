@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tessel.core.context import is_compiling
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, check_known, state_of, traced_state
@@ -56,7 +56,7 @@ def parallel_linear(
     if dim is not None:
         return multiply_shards(input, weight, bias, dim, partition)
     # by autograd's graph, too, but for a compiler, which cannot look into it
-    state = state_of(weight) if torch.compiler.is_compiling() else traced_state(weight)
+    state = state_of(weight) if is_compiling() else traced_state(weight)
     check_known(state, "the weight of parallel_linear(dim=None)")
     # of a shard torch's own function would make something else
     if isinstance(state, Sharding) and state.partition.size > 1:

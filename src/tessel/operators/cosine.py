@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from tessel.core.context import is_compiling
 from tessel.operators.space import complex_of
 
 TRANSPOSED = {1: 1, 2: 3, 3: 2, 4: 4}
@@ -91,7 +92,7 @@ class TrigonometricKernel:
 
     def _tables(self, x: Tensor) -> tuple[Tensor, ...]:
         """Indices and factors; kept, unless a tracer would find them among its own tensors."""
-        is_traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+        is_traced = is_compiling() or _get_current_dispatch_mode() is not None
         return (_make_tables if is_traced else _kept_tables)(self, x.dtype, x.device)
 
     def type_2(self, x: Tensor) -> Tensor:

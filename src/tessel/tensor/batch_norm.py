@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tessel.core.context import is_compiling
 from tessel.core.linop import LinearOperator, Tensors, in_transform, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
@@ -258,7 +259,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 def can_use_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether torch's kernels take these, and no more than reverse mode is asked for."""
-    if outlining.get() or in_transform() or torch.compiler.is_compiling():
+    if outlining.get() or in_transform() or is_compiling():
         return False
     if x.device.type not in ("cpu", "cuda"):
         return False

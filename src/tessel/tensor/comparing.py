@@ -21,7 +21,7 @@ import torch
 
 from tessel import transport
 from tessel.core.checksum import checksum
-from tessel.core.context import setting
+from tessel.core.context import is_compiling, setting
 from tessel.core.halo import Halo
 from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
@@ -100,7 +100,7 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     name = call.name_of(func)
     # what computes or moves something, rather than tell a fact
     counts = name in _COMPARED_FACTS or call.rule_of(name) in (call.at_once, call.follow)
-    if _inside.get() or torch.compiler.is_compiling() or not counts:
+    if _inside.get() or is_compiling() or not counts:
         return call.above(func, args, kwargs)
     # the first operand may hold anything before it is overwritten
     writes = name in ("copy_", "__setitem__", "fill_", "zero_") or name.startswith("set ")
@@ -141,7 +141,7 @@ def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def move(operator: LinearOperator, *args: Any) -> Any:
         source, target = operator.domain, operator.codomain
-        compiles = torch.compiler.is_compiling()
+        compiles = is_compiling()
         if not compiles and operator.takes_part and _anything_moves(source, target):
             when = " of a backward pass" if in_backward() else ""
             said = f"a movement{when} from {source} to {target}"

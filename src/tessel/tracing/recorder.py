@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 )
 
 from tessel.core.agreement import Agreement
+from tessel.core.context import is_compiling
 from tessel.core.halo import Halo
 from tessel.core.linop import in_transform
 from tessel.core.move import Move, Stage
@@ -289,7 +290,7 @@ def switch_off(recorder: Recorder) -> None:
 
 
 def _enter(recorder: Recorder, module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     notes = recorder.thread()
     layer = recorder.name_of(module, notes.modules)
@@ -299,7 +300,7 @@ def _enter(recorder: Recorder, module: nn.Module, args: Any) -> None:
 
 
 def _leave(recorder: Recorder, module: nn.Module, args: Any, result: Any) -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     notes = recorder.thread()
     if not any(each.module is module for each in notes.modules):
@@ -377,7 +378,7 @@ def _movement(recorder: Recorder, own: Function) -> Function:
     """A method of an operator that moves; if its result is a function, that belongs to it."""
 
     def move(operator: Any, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return own(operator, *args)
         result = _in_operator(recorder, operator, lambda: own(operator, *args))
         if not callable(result) or isinstance(result, torch.Tensor):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from tessel.core.agreement import as_agreed
-from tessel.core.context import setting
+from tessel.core.context import is_compiling, setting
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
@@ -79,7 +79,7 @@ def parallel_cross_entropy(
         if isinstance(input, SpreadTensor):
             agree_on_spread(partition or input.layout.partition, "parallel_cross_entropy")
         # a plain tensor may be computed from a shard; compilers cannot follow the search for it
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             _check_known(traced_state(input))
         for name, value in (("target", target), ("weight", weight)):
             if sharding_of(value) is not None:  # type: ignore[arg-type]

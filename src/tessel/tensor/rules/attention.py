@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from tessel.core.context import is_compiling
 from tessel.core.layout import Cut, Shape
 from tessel.core.linop import in_transform, record_map
 from tessel.core.shared import anchored_zeros
@@ -86,7 +87,7 @@ class _AttentionCall:
         self.seed = common_number(self.partition) if self.p > 0 else 0
         ways = ways_of(self.operands, self.is_causal, self.groups)
         # Transforms, forward mode and compilers look at torch's functions, of all keys.
-        self.is_plain = in_transform() or torch.compiler.is_compiling()
+        self.is_plain = in_transform() or is_compiling()
         self.plan = next((each for each in ways if each.way == "gather"), ways[0])
         if not self.is_plain:
             self.plan = ways[0]

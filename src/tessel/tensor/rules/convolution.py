@@ -15,11 +15,11 @@ from math import prod
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core.boxes import Interval
+from tessel.core.context import is_compiling
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
@@ -371,7 +371,7 @@ def convolve_parts(
             x = F.pad(x, [width for pair in reversed(widths) for width in pair], mode)
             padding = (0,) * len(widths)
         return _convolved(x, weight, bias, padding, settings), target
-    if way.strips is not None and not torch.compiler.is_compiling():  # whose messages are no nodes
+    if way.strips is not None and not is_compiling():  # whose messages are no nodes
         return _by_strips(x, way.strips, weight, bias, settings), target
     return of_read(reads.fetch(x), weight, bias, reads.padding, target, settings), target
 
