@@ -25,7 +25,10 @@ setup(
             [str(TRANSPORT / "engine.c")],
             include_dirs=[str(HEADERS)],
             depends=[str(TRANSPORT / "constants.py")],
-            extra_compile_args=["-O3", "-std=gnu11", "-fno-strict-aliasing", "-Wall"],
+            # a loop over a few instructions that crosses a cache line is an eighth slower
+            extra_compile_args=[
+                *("-O3", "-std=gnu11", "-fno-strict-aliasing", "-Wall", "-falign-loops=32"),
+            ],
             py_limited_api=True,
             optional=True,
         )

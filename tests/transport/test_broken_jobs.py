@@ -199,6 +199,7 @@ def overwrite_what_is_read(done: Path) -> float | str:
     parts, whole = Layout.balanced(P, (1_000_000,)), Layout.whole(P, (1_000_000,))
     move, mine = Move(parts, whole), torch.ones(500_000, dtype=torch.float64)
     assert float(move.apply(mine).sum()) == 1_000_000
+    dist.barrier()  # nobody is in that exchange any more when the next one is given up
     if P.rank == 0:
         interrupt_the_wait()
         with contextlib.suppress(KeyboardInterrupt):

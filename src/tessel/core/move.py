@@ -151,9 +151,7 @@ class Move(LinearOperator):
             if problem:
                 raise ValueError(f"{self._label} with `out`, {problem}")
             return self._apply_into(x, out)
-        if not torch.compiler.is_compiling() and (
-            meta is None or not (meta.needs_grad or meta.has_tangent)
-        ):
+        if not is_compiling() and (meta is None or not (meta.needs_grad or meta.has_tangent)):
             y = self._apply_again(x)
             if y is not None:
                 return y
@@ -314,7 +312,7 @@ _APPLY = Move._apply
 
 
 def _refuse_compilers() -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         raise NotImplementedError("a movement with `out` cannot be compiled; leave `out` away")
 
 
