@@ -24,16 +24,7 @@ from tessel.transport import kept_in_job
 LEAST_WEIGHT = 1 << 17  # values, below which gradients travel with others in a bucket
 
 
-class _LinearProduct:
-    """y = x Wᵀ + b, which gives its gradients itself."""
-
-    def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
-        weight, bias = factors
-        assert weight is not None
-        return F.linear(x, weight, bias)
-
-
-class ColumnProduct(_LinearProduct):
+class ColumnProduct:
     """y = x Wᵀ + b, where workers share x and each has some rows of W and b.
 
     Gradients:  of x, Σ_k g_k W̄_k over the workers k;  of W_k, g_kᵀ x̄;  of b_k, g_k over all rows.
@@ -47,6 +38,11 @@ class ColumnProduct(_LinearProduct):
     def __init__(self, use: Replicate) -> None:
         self.use = use
         self.group = use.group
+
+    def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
+        weight, bias = factors
+        assert weight is not None
+        return F.linear(x, weight, bias)
 
     def vjp(
         self,
@@ -95,7 +91,7 @@ def multiply_overlapping(use: Replicate, x: Tensor, weight: Tensor, bias: Tensor
     return record_product(ColumnProduct(use), x, weight, bias)
 
 
-class RowProduct(_LinearProduct):
+class RowProduct:
     """y = x Wᵀ + b, where each worker has some rows of x, and all share W and b.
 
     Gradients:  of x, g W̄;  of W, gᵀ x̄ of all rows;  of b, g over this worker's rows.
@@ -126,6 +122,11 @@ class RowProduct(_LinearProduct):
         use = replication(weight, axes)
         assert use is not None
         self.use, self.group = use, partition.prepare()
+
+    def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
+        weight, bias = factors
+        assert weight is not None
+        return F.linear(x, weight, bias)
 
     def vjp(
         self,

@@ -225,11 +225,8 @@ def _order(func: Any, ndim: int, args: Arguments, kwargs: tuple[tuple[str, Any],
 
 @kept_in_job
 def _permuted(layout: Layout, order: Shape) -> Layout:
-    return replace(
-        layout,
-        shape=tuple(layout.shape[dim] for dim in order),
-        cuts=tuple(layout.cuts[dim] for dim in order),
-    )
+    shape, cuts = (tuple(each[dim] for dim in order) for each in (layout.shape, layout.cuts))
+    return replace(layout, shape=shape, cuts=cuts)
 
 
 @rule("expand", "expand_as", "broadcast_to")
