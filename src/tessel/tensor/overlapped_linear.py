@@ -179,16 +179,13 @@ def multiply_rows(layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None
         weight: shared, (outputs, inputs).
         bias: shared, or None.
     """
-    buckets = current_buckets.get()  # none outside of a model, nor where a compiler traces one
-    if buckets is None or outlining.get() or torch.compiler.is_compiling():
-        return None
     if weight.dim() != 2 or weight.numel() < LEAST_WEIGHT or not weight.requires_grad:
         return None
     kinds = {(each.dtype, each.device.type) for each in (x, weight, bias) if each is not None}
-    if len(kinds) > 1 or not x.is_cpu or torch.is_autocast_enabled("cpu"):
+    if len(kinds) > 1 or not x.is_cpu or outlining.get() or torch.is_autocast_enabled("cpu"):
         return None
-    product = _row_product(layout, len(weight))
-    if product is None or not buckets.note(weight, layout.partition):
+    product, buckets = _row_product(layout, len(weight)), current_buckets.get()
+    if product is None or buckets is None or not buckets.note(weight, layout.partition):
         return None
     return record_product(product, x, weight, used(bias, layout))
 
