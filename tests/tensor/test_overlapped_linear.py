@@ -1,8 +1,7 @@
-"""What travels in the backward pass of a linear map, and when."""
+"""The gradient of the input of a linear map travels while that of its weight is computed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tessel
 from tessel import Move
-from tessel.tensor import overlapped_linear
 from tessel.tensor.rules import products
 
 
@@ -281,74 +279,3 @@ def test_gradients_of_the_weight_can_be_derived(run: Any, nprocs: int, way: str)
     slope.square().sum().backward()
     for got in run(penalty, way, nprocs=nprocs):
         torch.testing.assert_close(got, x.grad, rtol=1e-11, atol=1e-11)
-
-
-def model_of_rows() -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10, bias=False)]
-    return torch.nn.Sequential(*layers).double()
-
-
-def gradients(model: torch.nn.Module, x: Any, freezes: bool) -> list[Tensor]:
-    """Of the input and all parameters, plain, and those of their squares."""
-    first = model[0].weight  # type: ignore[index]
-    assert isinstance(first, Tensor)
-    first.requires_grad_(not freezes)
-    wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
-    found = []
-    for _ in range(2):  # the second call of a converted model has buckets
-        loss = model(x).pow(3).sum()
-        plain = torch.autograd.grad(loss, wanted, retain_graph=True)
-        slopes = torch.autograd.grad(loss, wanted, create_graph=True)
-        penalty = sum((each**2).sum() for each in slopes)
-        found += [*plain, *slopes, *torch.autograd.grad(penalty, wanted)]
-        (only,) = torch.autograd.grad(model(x).square().sum(), x)  # not asked of the weights
-        found.append(only)
-    return [each.full() if isinstance(each, tessel.Tensor) else each for each in found]
-
-
-def split_rows(grid: list[int], shape: tuple[int, ...], freezes: bool) -> tuple[int, list[Tensor]]:
-    """How many layers let rows travel, and the gradients."""
-    P = tessel.world().create_cartesian_topology_partition(grid)
-    model = tessel.nn.distribute_module(model_of_rows(), P)
-    torch.manual_seed(1)
-    x = tessel.spread(torch.randn(shape, dtype=torch.float64), P).requires_grad_()
-    count, apply, least = 0, overlapped_linear.RowProduct._apply, overlapped_linear.LEAST_WEIGHT
-
-    def counted(self: Any, *xs: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        return apply(self, *xs)
-
-    overlapped_linear.RowProduct._apply = counted  # type: ignore[method-assign]
-    overlapped_linear.LEAST_WEIGHT = 0
-    try:
-        found = [each.detach() for each in gradients(model, x, freezes)]
-        return count, found
-    finally:
-        overlapped_linear.RowProduct._apply = apply  # type: ignore[method-assign]
-        overlapped_linear.LEAST_WEIGHT = least
-
-
-@pytest.mark.parametrize(
-    ("grid", "shape", "travel"),
-    [
-        ([2, 1], (3, 12), True),
-        ([1, 3, 1], (1, 4, 12), True),
-        ([4, 1], (3, 12), True),  # a worker has no rows
-        ([2, 2, 1], (2, 3, 12), True),
-        ([2, 1, 2], (2, 2, 12), True),  # features are split, too: they are gathered
-        ([2, 1], (40, 12), False),  # too many rows
-    ],
-)
-@pytest.mark.parametrize("freezes", [False, True])
-def test_rows_travel_in_the_place_of_terms(
-    run: Any, grid: list[int], shape: tuple[int, ...], travel: bool, freezes: bool
-) -> None:
-    torch.manual_seed(1)
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    expected = gradients(model_of_rows(), x, freezes)
-    for count, found in run(split_rows, grid, shape, freezes, nprocs=math.prod(grid)):
-        assert count == (4 * (2 - freezes) if travel else 0)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

@@ -37,10 +37,6 @@ class Buckets(Protocol):
         """A value of a bucket for this use of it; None if it is in none."""
         ...
 
-    def note(self, value: Tensor, partition: Partition) -> bool:
-        """Whether a value is one that may be used, and summed, in a way of its own: it counts."""
-        ...
-
 
 current_buckets: ContextVar[Buckets | None] = ContextVar(
     "current_buckets", default=None

@@ -143,7 +143,10 @@ class BucketedCall:
             return None
         how = Use(use.domain.partition, use.axes)
         self.uses.setdefault(number, how)
-        self._count(number, how.partition)
+        self.sequence.append(number)
+        # A number of its own: if workers return what hangs on different parameters, the sums of
+        # these wait for each other, and one is not taken for the other.
+        how.partition.prepare().number_call()
         place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
             return None
@@ -161,23 +164,6 @@ class BucketedCall:
         bucket, token = self._prepared[place]
         self._aliases.update(zip(self.plan[place].numbers, bucket.use(token), strict=True))
         return self._aliases[number]
-
-    def note(self, value: Tensor, partition: Partition) -> bool:
-        """Count the use of a parameter whose gradient is summed outside of buckets, if it may be.
-
-        It may not where another parameter is in its place, or a checkpoint computes again.
-        """
-        number = self._numbers.get(id(value))
-        if number is None or not _plain():
-            return False
-        self._count(number, partition)
-        return True
-
-    def _count(self, number: int, partition: Partition) -> None:
-        self.sequence.append(number)
-        # A number of its own: if workers return what hangs on different parameters, the sums of
-        # these wait for each other, and one is not taken for the other.
-        partition.prepare().number_call()
 
 
 def _plain() -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,33 +133,16 @@ class BlockwiseAttention:
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         q, k, v, mask = (None if x is None else x.detach() for x in xs)
-        assert q is not None and k is not None and v is not None
+        assert q is not None and v is not None
         rows = (*self.batch, q.shape[-2])
         logarithm = widened(q).new_full((*rows, 1), -math.inf)
         found = logarithm.new_zeros((*rows, v.shape[-1]))
-        schedule = self._schedule(self._has_kernel(q, k, v))
-        for _, held, tiles in visits(schedule, self.operands, (q, k, v, mask)):
+        for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
                 # no name for what it gives, which would be kept while the next tile is computed
                 self._merge(old, out, *self._attended(tile, *pieces_of(held, self.operands, tile)))
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
-
-    def _has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch has a kernel for these, and for all tiles of them."""
-        if self.scores.dropout is not None or not FlashKernel.takes(q, v):
-            return False
-        heads = self.scores.heads
-        leads = [(len(x), x.shape[1] if heads is None else len(heads)) for x in (k, v)]
-        alike = all(each == self.batch for each in (q.shape[:2], *leads))
-        return alike and k.dim() == v.dim() == 4
-
-    def _schedule(self, has_kernel: bool) -> BlockSchedule:
-        """With all keys that do not travel at once for a kernel that never has all scores."""
-        held = self.schedule
-        if not has_kernel or any(each.layout is not None for each in self.operands):
-            return held
-        return replace(held, columns=((held.columns[0][0], held.columns[-1][1]),))
 
     @staticmethod
     def _merge(old: Tensor, out: Tensor, more: Tensor, sums: Tensor) -> None:
@@ -186,9 +169,11 @@ class BlockwiseAttention:
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> FlashKernel | None:
         """Torch's kernel for a tile, if it has one."""
-        if not self._has_kernel(q, k, v):
+        if self.scores.dropout is not None or not FlashKernel.takes(q, v):
             return None
         k, v = self.scores.of_heads(k), self.scores.of_heads(v)
+        if q.shape[:2] != self.batch or k.shape[:2] != self.batch or v.shape[:2] != self.batch:
+            return None
         is_diagonal = self.scores.is_causal and tile.columns[1] - 1 > tile.rows[0]
         return FlashKernel(q, k, v, mask, is_diagonal, self.scores.scale)
 
@@ -210,9 +195,6 @@ class BlockwiseAttention:
         wanted = tuple(k for k, need in enumerate(needs) if need)
         # torch's kernel gives no gradient of a mask, and none for that of the logarithm
         may_use_kernel = of_logarithm is None and 3 not in wanted
-        q, k, v, _ = xs
-        assert q is not None and k is not None and v is not None
-        schedule = self._schedule(may_use_kernel and self._has_kernel(q, k, v))
         derive = derived(self._shares, 7, wanted)
 
         def gradients(tile: Tile, *pieces: Any) -> Sequence[Tensor]:
@@ -224,10 +206,10 @@ class BlockwiseAttention:
             return [self.scores.of_keys(found[k], pieces[k]) for k in wanted]
 
         outputs = tuple(self.operands[k] for k in wanted)
-        total = BlockSum(schedule, gradients, (*operands, ROWS, ROWS), outputs, wanted)
+        total = BlockSum(self.schedule, gradients, (*operands, ROWS, ROWS), outputs, wanted)
         found: list[Tensor | None] = [None] * 4
-        for number, each in zip(wanted, total._apply(*given, ones, out), strict=True):
-            found[number] = each
+        for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
+            found[k] = each
         return found
 
     def _shares(self, tile: Tile, *pieces: Tensor | None) -> tuple[Tensor]:

@@ -11,34 +11,18 @@ from torch import Tensor
 from tessel.tensor.table import widened
 
 Pair = tuple[Tensor | None, Tensor | None]
-_LEAST_ROW = 256  # values of a sample's channel, below which torch's kernel for rows is slower
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and variance over all dimensions but the second; zeros where there is no value."""
     x = widened(x)
-    is_derived = torch.is_grad_enabled()
-    if not is_derived and x.is_cpu and x.is_contiguous():
-        length = prod(x.shape[2:])
-        if x.numel() and length >= _LEAST_ROW:
-            return _by_rows(x, length)
     mean = x.sum(_all_but_second(x)) / max(1, _count(x))
     centre = mean.detach()
-    if not is_derived:
+    if not torch.is_grad_enabled():
         return mean, mean_square(x, centre)
     # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
     # zero there, and so is its slope; its second derivative is not.
     return mean, mean_square(x, centre) - (mean - centre).square()
-
-
-def _by_rows(x: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """By torch's kernel for group norm: of each sample's channel, in one pass over its values.
-
-    That of `mean_square` reads all of them twice, and writes and reads their squares.
-    """
-    num, channels = x.shape[:2]
-    _, means, scales = torch.native_group_norm(x, None, None, num, channels, length, channels, 0.0)
-    return combined(means, scales.square().reciprocal(), 1 / num)
 
 
 def mean_square(x: Tensor, centre: Tensor) -> Tensor:
@@ -59,7 +43,7 @@ def _count(x: Tensor) -> int:
     return prod(x.shape[dim] for dim in _all_but_second(x))
 
 
-def combined(means: Tensor, variances: Tensor, shares: Tensor | float) -> tuple[Tensor, Tensor]:
+def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and variance of all places from those of each (Chan's formula).
 
     Args:

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
-from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping, multiply_rows
+from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping
 from tessel.tensor.rules.hosting import reshaped_along
 from tessel.tensor.rules.reductions import argument, without
 from tessel.tensor.table import (
@@ -396,10 +396,8 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if layout.is_split(last):
         layout = gathered(layout, (last,))
         part = moved(x, layout)
-    weight, bias = parts(weight), parts(bias)
-    y = multiply_rows(layout, part, weight, bias)
-    if y is None:
-        y = F.linear(part, used(weight, layout), used(bias, layout))
+    weight, bias = used(parts(weight), layout), used(parts(bias), layout)
+    y = F.linear(part, weight, bias)
     if weight.dim() == 1:  # one output for each row, without a dimension
         return made(y, without(layout, (last,), False)[1])
     return made(y, reshaped_along(layout, (*layout.shape[:-1], len(weight)), (last,)))

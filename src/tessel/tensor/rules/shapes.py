@@ -35,7 +35,7 @@ from tessel.tensor.table import (
     with_whole,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.tensor.windowed import hashable, outline
+from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # dims before, and dims after
@@ -211,22 +211,15 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Each dimension takes its parts along."""
     x, layout = opened(args[0])
-    given = tuple(map(hashable, args[1:])), tuple((k, hashable(each)) for k, each in kwargs.items())
-    target = _permuted(layout, _order(func, len(layout.shape), *given))
+    # Which dimension goes where torch itself says, on an outline whose lengths tell them apart.
+    sizes = _PRIMES[: len(layout.shape)]
+    order = [sizes.index(n) for n in func(outline(sizes), *args[1:], **kwargs).shape]
+    target = replace(
+        layout,
+        shape=tuple(layout.shape[dim] for dim in order),
+        cuts=tuple(layout.cuts[dim] for dim in order),
+    )
     return note_view(made(func(x, *args[1:], **kwargs), target), args[0])
-
-
-@lru_cache(maxsize=1024)
-def _order(func: Any, ndim: int, args: Arguments, kwargs: tuple[tuple[str, Any], ...]) -> Shape:
-    """Which dimension goes where torch itself says, on an outline whose lengths differ."""
-    sizes = _PRIMES[:ndim]
-    return tuple(sizes.index(n) for n in func(outline(sizes), *args, **dict(kwargs)).shape)
-
-
-@kept_in_job
-def _permuted(layout: Layout, order: Shape) -> Layout:
-    shape, cuts = (tuple(each[dim] for dim in order) for each in (layout.shape, layout.cuts))
-    return replace(layout, shape=shape, cuts=cuts)
 
 
 @rule("expand", "expand_as", "broadcast_to")
