@@ -165,7 +165,9 @@ def _ends(recorded: Any) -> int:
     return sum(e.name in waits and e.time_range.start > last for e in recorded.events())
 
 
-def on_worker(name: str, alone: bool, divisor: int) -> tuple[dict[str, float], Counter[str], str]:
+def on_worker(
+    name: str, alone: bool, divisor: int = 1
+) -> tuple[dict[str, float], Counter[str], str]:
     rank = os.environ.get("RANK", "0")  # one worker is no job
     os.environ.update(NCCL_HOSTID=f"worker-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.cuda.set_device(int(rank) % torch.cuda.device_count())
