@@ -504,3 +504,30 @@ def test_runs_and_loops_reach_the_elements_of_a_place(data: st.DataObject) -> No
     elements = whole[place.region].flatten().tolist()
     assert [at + k for at in reached for k in range(run)] == elements
     assert [at + k for at in packed for k in range(run)] == list(range(len(elements)))
+
+
+def same_number(count: int) -> list[bool]:
+    """Exchanges of one number, as in a backward pass: some that start early, one in between."""
+    P = tessel.world()
+    rows, columns = (P.create_cartesian_topology_partition(g) for g in ((P.size, 1), (1, P.size)))
+    shape = 4 * P.size, 4 * P.size
+    source, target = (tessel.Layout.balanced(each, shape) for each in (rows, columns))
+    move = tessel.Move(source, target)
+    wholes = [
+        torch.arange(256.0)[: shape[0] * shape[1]].reshape(shape) + 1000 * k for k in range(4)
+    ]
+    right = []
+    for number in range(count):
+        with transport.tagged(1 + number):
+            parts = [source.local_part(each).clone() for each in wholes]
+            early = [move.start(part) for part in parts[:3]]
+            found = [move._apply(parts[3])]
+            found += [wait() for wait in early]
+        expected = [target.local_part(each) for each in (wholes[3], *wholes[:3])]
+        right.append(all(map(torch.equal, found, expected)))
+    return right
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+def test_exchanges_of_one_number_are_told_apart(run: Any, nprocs: int) -> None:
+    assert run(same_number, 100, nprocs=nprocs) == [[True] * 100] * nprocs

@@ -317,7 +317,8 @@ static int take(const word *entry, char *y) {
 
 /* --- receives of exchanges that were started: their messages are taken whenever somebody looks */
 
-/* Take the next message if an exchange that was started asks for it: 1 if so, 0 if nothing came, -1 if something else. */
+/* Take the next message if an exchange that was started asks for it: 1 if so, 0 if nothing came, -1 if nobody asks for
+ * it, -2 if only Python can take it. */
 static int take_posted(const word *entry) {
     word *state = state_of(entry), *before = state + POSTED;
     int count = 0;
@@ -329,7 +330,7 @@ static int take_posted(const word *entry) {
         if (one[ASKED_GROUP] != head[GROUP] || one[ASKED_CALL] != head[CALL]) continue;
         const word *asked = (const word *)one[ASKED_ENTRY];
         /* what comes in pieces, or is too long, or not at all, is for Python */
-        if (has_come(asked, head[GROUP], head[CALL]) < 0 || !take(asked, (char *)one[ASKED_Y])) return -1;
+        if (has_come(asked, head[GROUP], head[CALL]) < 0 || !take(asked, (char *)one[ASKED_Y])) return -2;
         *before = one[NEXT];
         one[HAS_COME] = 1;
         return 1;
@@ -413,11 +414,13 @@ static int await_any(const word *waiting) {
     return count > 0;
 }
 
-/* The same as `has_come`, behind what exchanges asked for that were started before. */
+/* The same as `has_come`, behind what exchanges asked for that were started before: in a backward pass several have the
+ * same number, and messages come in the order in which they were asked for. */
 static int look_for(const word *entry, word code, word call) {
-    int found = has_come(entry, code, call);
-    while (found < 0 && take_posted(entry) > 0) found = has_come(entry, code, call);
-    return found;
+    int found = -1;
+    while (state_of(entry)[POSTED] && (found = take_posted(entry)) > 0) {}
+    if (!found) return 0; /* what comes now may be for them */
+    return found == -2 ? -1 : has_come(entry, code, call);
 }
 
 /* Wait for what is asked for; whether it came. */
