@@ -185,7 +185,7 @@ def transform_by(library: str) -> None:
 
 
 def test_workers_may_use_different_libraries(run: Any, library: str) -> None:
-    run(2, transform_by, library)
+    run(transform_by, library, nprocs=2)
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tessel.core.agreement import remember
+from tessel.core.context import is_compiling
 from tessel.operators.memory import inverse_of, order_of
 from tessel.operators.space import Shape, complex_of, real_of
 from tessel.settings import chosen
@@ -60,7 +61,7 @@ class LocalTransform:
     def library(self, x: Tensor) -> str:
         """Which library is to transform x."""
         # What looks at torch's functions (a compiler, a counter of operations) has to see one.
-        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        if is_compiling() or _get_current_dispatch_mode() is not None:
             return "torch"
         choice = chosen(VARIABLE, LIBRARIES)
         if choice == "torch" or not is_plain(x) or x.dtype not in _DTYPES or not x.numel():
@@ -88,8 +89,9 @@ class LocalTransform:
 
     def _fastest(self, x: Tensor, others: tuple[str, ...]) -> str:
         x = x.detach()
-        with suppress(ValueError):
-            others = tuple(each for each in others if _imported(each))
+        others = tuple(filter(_can_be_imported, others))
+        if not others:
+            return "torch"
         seconds = dict.fromkeys(("torch", *others), inf)
         for number in range(4):
             for library in seconds:
@@ -196,6 +198,13 @@ def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> 
 def _others() -> tuple[str, ...]:
     """The libraries beside torch's that are installed."""
     return tuple(name for name, module in _PACKAGES.items() if find_spec(module) is not None)
+
+
+def _can_be_imported(library: str) -> bool:
+    """Whether an installed library also works, as one whose own libraries are missing does not."""
+    with suppress(ValueError):
+        return bool(_imported(library))
+    return False
 
 
 @cache
