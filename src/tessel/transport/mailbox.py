@@ -59,7 +59,7 @@ class Note(NamedTuple):
         return cls(kind, number, capacity, memory[:HANDLE], memory[HANDLE:])
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a GPU, for which others of the host can wait."""
 
     def record(self) -> None: ...
@@ -78,11 +78,11 @@ class Sharing(Protocol):
 
     def map(self, memory: bytes, capacity: int, device: torch.device) -> Tensor: ...
 
-    def event(self, device: torch.device) -> tuple[Event, bytes]:
+    def event(self, device: torch.device) -> tuple[DeviceEvent, bytes]:
         """A new event, and the handle by which another process maps it."""
         ...
 
-    def map_event(self, event: bytes, device: torch.device) -> Event: ...
+    def map_event(self, event: bytes, device: torch.device) -> DeviceEvent: ...
 
 
 class CudaSharing:
@@ -105,14 +105,14 @@ class CudaSharing:
             _check(opening(ctypes.byref(address), _Handle.from_buffer_copy(memory), 1))
             return _bytes_at(address.value, capacity)
 
-    def event(self, device: torch.device) -> tuple[Event, bytes]:
+    def event(self, device: torch.device) -> tuple[DeviceEvent, bytes]:
         with torch.cuda.device(device):
             event = torch.cuda.Event(interprocess=True)
             event.record()  # before, it belongs to no device
             return event, event.ipc_handle()
 
-    def map_event(self, event: bytes, device: torch.device) -> Event:
-        mapped: Event = torch.cuda.Event.from_ipc_handle(device, event)
+    def map_event(self, event: bytes, device: torch.device) -> DeviceEvent:
+        mapped: DeviceEvent = torch.cuda.Event.from_ipc_handle(device, event)
         return mapped
 
 
@@ -164,7 +164,7 @@ class Mailbox:
         self._ready, event = sharing.event(device)
         self._memory, memory = sharing.allocate(capacity, device)
         self.note = Note(POSTED, number, capacity, memory, event).tensor()
-        self._taken: Event | None = None
+        self._taken: DeviceEvent | None = None
 
     def put(self, tensor: Tensor) -> None:
         """Let the GPU write a message, after the one before was read."""
