@@ -405,7 +405,10 @@ def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
 
 
 def record(
-    operator: LinearOperator, x: Tensor, needs_grad: bool, anchor: Tensor | None = None
+    operator: LinearOperator | LocalMap,
+    x: Tensor,
+    needs_grad: bool = False,
+    anchor: Tensor | None = None,
 ) -> Tensor:
     """Apply `operator` so that autograd knows its derivatives.
 
@@ -415,10 +418,6 @@ def record(
     # Not x.requires_grad_(): x belongs to the user, who would find a gradient in it.
     if anchor is None and needs_grad and not x.requires_grad:
         anchor = ANCHOR
-    return _apply(operator, x, anchor)
-
-
-def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None) -> Tensor:
     if is_compiling():
         return _Apply.apply(x, anchor, operator)[0]
     is_recorded = x.requires_grad and torch.is_grad_enabled()
@@ -461,7 +460,7 @@ def record_local(operator: LocalMap, x: Tensor) -> Tensor:
     """
     if is_compiling() or torch._C._are_functorch_transforms_active():
         return operator._apply(x)
-    return _apply(operator, x, None)
+    return record(operator, x)
 
 
 class BilinearMap(Protocol):
@@ -617,7 +616,8 @@ class _Apply(torch.autograd.Function):
         ctx.operator = inputs[2]
         # By the number of its call a backward exchange is told apart from those of other calls.
         ctx.call = _number_of_call(ctx.operator)
-        ctx.trace = None if not is_traced() else current_trace.get()
+        # Dynamo, which reads this code, knows no variables of a context; it makes no trace itself.
+        ctx.trace = None if torch.compiler.is_dynamo_compiling() else current_trace.get()
         ctx.save_for_backward(output[1])
 
     @staticmethod
@@ -626,13 +626,13 @@ class _Apply(torch.autograd.Function):
         anchor = token if torch.is_grad_enabled() else None
         if ctx.trace is not None:  # movements of a backward pass are numbered on from those before
             with setting(current_trace, ctx.trace):
-                return _apply(ctx.operator.H, grad, anchor), None, None
+                return record(ctx.operator.H, grad, anchor=anchor), None, None
         if is_compiling():
-            return _apply(ctx.operator.H, grad, anchor), None, None
+            return record(ctx.operator.H, grad, anchor=anchor), None, None
         grad = _values_of(grad)
         # Backward passes are not agreed on: that of another call must not answer this one.
         with transport.tagged(ctx.call):
-            return _apply(ctx.operator.H, grad, anchor), None, None
+            return record(ctx.operator.H, grad, anchor=anchor), None, None
 
 
 class _ApplyAnyMode(_Apply):
@@ -654,7 +654,7 @@ class _ApplyAnyMode(_Apply):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        result = _apply(ctx.operator, tangent, None)
+        result = record(ctx.operator, tangent)
         return result, result.new_empty(0)
 
 

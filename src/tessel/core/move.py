@@ -151,10 +151,25 @@ class Move(LinearOperator):
             if problem:
                 raise ValueError(f"{self._label} with `out`, {problem}")
             return self._apply_into(x, out)
-        if not is_compiling() and (meta is None or not (meta.needs_grad or meta.has_tangent)):
-            y = self._apply_again(x)
-            if y is not None:
-                return y
+        needs = meta is not None and (meta.needs_grad or meta.has_tangent)
+        if not needs and not is_compiling() and type(x) is Tensor and x.is_cpu:
+            # Has the engine made the output from a tensor that lies like this? If no derivative
+            # passes, nothing of what leads to the engine has to be looked at again.
+            stages = self.__dict__.get("stages")
+            kind = x.dtype, x.shape, x.stride()
+            again = None if stages is None else stages[-1].again.get(kind)
+            if (
+                again is not None
+                # who looks at what moves, as traces do, has put something in its place
+                and Move._apply is _APPLY
+                and not (x.requires_grad and torch.is_grad_enabled())
+                and not in_transform()
+                # else its values are not those in memory
+                and not (x.is_neg() or x.is_conj() or (not x.data_ptr() and x.numel()))
+            ):
+                y = again(x)
+                if y is not None:
+                    return y
         return super().apply(x, meta)
 
     def _problem_with(self, x: Tensor, meta: TensorMeta | None, out: Tensor) -> str:
@@ -190,26 +205,11 @@ class Move(LinearOperator):
                     x = stage(x)
                 last(x, room)
             elif not first and last.has_there(x, room):
-                last.complete(last._cleared(room), x)
+                last.complete(last._room(x, room), x)
             else:  # others read x while this worker would write to it
                 return out.copy_(self._apply(x))
         torch.autograd.graph.increment_version(out)  # as torch does where it writes itself
         return out
-
-    def _apply_again(self, x: Tensor) -> Tensor | None:
-        """The output, if the engine made it before from a tensor that lies like this, and no
-        derivative passes: then nothing of what leads to the engine has to be looked at again.
-        """
-        stages = self.__dict__.get("stages")
-        # who looks at what moves, as traces do, has put something in the place of `_apply`
-        if stages is None or Move._apply is not _APPLY or type(x) is not Tensor or not x.is_cpu:
-            return None
-        again = stages[-1].again.get((x.dtype, x.shape, x.stride()))
-        if again is None or (x.requires_grad and torch.is_grad_enabled()) or in_transform():
-            return None
-        if x.is_neg() or x.is_conj() or (not x.data_ptr() and x.numel()):
-            return None  # its values are not those in memory
-        return again(x)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -350,7 +350,8 @@ class Stage:
             return self._joined(x, *self._row)
         y = self._room(x, room)
         if self._follow(x, y, False):
-            if self.is_only and room is None and not self._gaps:
+            kind = x.dtype, x.shape, x.stride()
+            if self.is_only and room is None and not self._gaps and kind not in self.again:
                 self._remember_again(x, y)
         else:
             sends, receives = self._sends(x), self._receives(y)
@@ -498,10 +499,6 @@ class Stage:
             y = torch.empty_like(like, memory_format=torch.contiguous_format)
         else:
             y = like.new_empty(shape)
-        return self._cleared(y)
-
-    def _cleared(self, y: Tensor) -> Tensor:
-        """Zeros where nothing comes."""
         for gap in self._gaps:
             y[gap].zero_()
         return y
