@@ -145,18 +145,20 @@ class Agreement(Generic[T]):
     identity: str = ""
     compiled: dict[Signature, T] = field(default_factory=dict)  # of calls in compiled code
     _known: dict[bytes, T] = field(default_factory=dict)
-    _said: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+    _said: dict[Any, bytes] = field(default_factory=dict)  # what this worker says, by its tensor
 
     def agree_on(self, x: Tensor | Signature) -> T:
         """One small exchange; what follows from it is worked out once for the same signatures."""
-        said: bytes | None
-        if not isinstance(x, Tensor) or in_forward_mode():  # what the key below does not tell
-            said = self._packed(x)
+        if isinstance(x, Tensor):
+            enabled = torch.is_grad_enabled()
+            kind: Any = x.shape, x.dtype, x.device, x.layout, x.requires_grad, enabled
         else:
-            kind = x.shape, x.dtype, x.device, x.layout, x.requires_grad, torch.is_grad_enabled()
-            said = self._said.get(kind)
-            if said is None:
-                said = self._packed(x)
+            kind = x = Signature.of(x)
+        said = None if in_forward_mode() else self._said.get(kind)  # tangents are not in the key
+        if said is None:
+            signature = Signature.of(x)
+            said = packed_words([code_of(self.identity or self.label), *signature.words()])
+            if not signature.has_tangent:
                 remember(self._said, kind, said)
         everyones = self.group.share(said)
         try:
@@ -169,9 +171,6 @@ class Agreement(Generic[T]):
             remember(self._known, everyones, conclusion)
         self.group.number_call()  # what follows from it counts as one call, on all workers alike
         return conclusion
-
-    def _packed(self, x: Tensor | Signature) -> bytes:
-        return packed_words([code_of(self.identity or self.label), *Signature.of(x).words()])
 
 
 class Heard(NamedTuple):
