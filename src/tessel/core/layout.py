@@ -339,13 +339,20 @@ class Layout:
         return not self.partition.active
 
     @cached_property
+    def counts(self) -> bool:
+        """Whether inner products count this worker's part: it has the first of the shared ones."""
+        coordinates = self.partition.index
+        return coordinates is not None and not any(coordinates[axis] for axis in self.shared)
+
+    @cached_property
     def local_shape(self) -> Shape:
         """The shape of this worker's tensor; `(0,)` on workers outside of the partition."""
         return self.shape_on(None)
 
     def shape_on(self, worker: int | None) -> Shape:
         """The shape of a worker's tensor."""
-        coordinates = self._coordinates(worker)
+        P = self.partition
+        coordinates = P.index if worker is None else P.coordinates(worker)
         if coordinates is None:
             return (0,)
         if self.blocks:
@@ -353,9 +360,6 @@ class Layout:
         box = self.box(worker)
         assert box is not None
         return boxes.extent(box)
-
-    def _coordinates(self, worker: int | None) -> Coordinates | None:
-        return self.partition.coordinates(transport.this_worker() if worker is None else worker)
 
     def agreement(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
         """The places on the grid (0 along shared axes) whose boxes meet `box`, and where."""
@@ -405,12 +409,7 @@ class Layout:
 
     def local_inner(self, x: Tensor, y: Tensor) -> Tensor:
         """This worker's share of `inner`: shared values count on one worker only."""
-        coordinates = self._coordinates(None)
-        # the worker at the first place along the shared axes
-        counted = coordinates is not None and not any(coordinates[axis] for axis in self.shared)
-        if not counted:
-            return x.new_zeros(())
-        return torch.vdot(x.reshape(-1), y.reshape(-1))
+        return torch.vdot(x.reshape(-1), y.reshape(-1)) if self.counts else x.new_zeros(())
 
     def inner(self, x: Tensor, y: Tensor) -> Tensor:
         """The inner product ⟨x, y⟩ of two tensors in this layout, on every worker of it.

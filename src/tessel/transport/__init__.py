@@ -14,11 +14,11 @@ from tessel.transport.constants import UNREAD as UNREAD
 from tessel.transport.copy_program import CopyProgram as CopyProgram
 from tessel.transport.copy_program import Place as Place
 from tessel.transport.copy_program import has_engine as has_engine
-from tessel.transport.copy_program import is_plain as is_plain
 from tessel.transport.group import DIFFERENT as DIFFERENT
 from tessel.transport.group import NUM_WORDS as NUM_WORDS
 from tessel.transport.group import Group as Group
 from tessel.transport.group import code_of as code_of
+from tessel.transport.group import is_plain as is_plain
 from tessel.transport.group import packed_words as packed_words
 from tessel.transport.group import tells_errors as tells_errors
 from tessel.transport.job import between_gpus as between_gpus

@@ -33,7 +33,6 @@ from tessel.transport.constants import (
     RECEIVE,
 )  # fmt: skip
 from tessel.transport.request import Key, ReceiveRequest
-from tessel.transport.traffic import Traffic
 
 try:
     import tessel.transport.engine as engine
@@ -56,7 +55,6 @@ KINDS = {
     torch.int32: INT32,
     torch.int64: INT64,
 }
-_PLAIN = (Tensor, torch.nn.Parameter)  # other classes may hold their values elsewhere
 _NOWHERE = (0,) * 6  # the channel of what stays on this worker
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -187,14 +185,8 @@ class CopyProgram:
         self.address = self._words.buffer_info()[0]
         self.length = len(takes)
         self.num_gives = len(gives)
-        self._bytes_sent = _num_bytes(gives, dtype)
-        self._bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
-
-    def count(self, totals: Traffic) -> None:
-        """Add what travels along it to the totals."""
-        totals.messages += self.num_gives
-        totals.bytes_sent += self._bytes_sent
-        totals.bytes_received += self._bytes_received
+        self.bytes_sent = _num_bytes(gives, dtype)
+        self.bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
 
 
 class StartedExchange:
@@ -255,13 +247,3 @@ def waiting_words(
 
 def _num_bytes(steps: Iterable[CopyStep], dtype: torch.dtype) -> int:
     return sum(dtype.itemsize * prod(each.target.shape) for each in steps)
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether the values of a tensor are the bytes at its address, as its strides say."""
-    return (
-        type(x) in _PLAIN
-        and x.is_cpu
-        and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
-        and not torch._C._are_functorch_transforms_active()
-    )

@@ -20,7 +20,7 @@ from tessel.errors import WorkerLost
 from tessel.transport import device_wait, wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
-from tessel.transport.copy_program import CopyProgram, Place, is_plain
+from tessel.transport.copy_program import CopyProgram, Place
 from tessel.transport.device_exchange import DeviceExchange
 from tessel.transport.device_wait import DeviceWait
 from tessel.transport.exchange import Exchange, Ways, swap
@@ -38,6 +38,7 @@ Prepared = tuple[CopyProgram, Tensor, Tensor]  # of an exchange, with where to a
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
 MOST_PROGRAMS = 64  # for sums, that a group remembers
+_PLAIN = (Tensor, torch.nn.Parameter)  # other classes may hold their values elsewhere
 _LEAP = 2**20  # to a multiple of which numbers grow when a call is given up: none has so many
 # Whether a worker that raises tells the others itself, in the place of its next exchange.
 tells_errors: ContextVar[bool] = ContextVar("tells_errors", default=False)
@@ -123,6 +124,16 @@ class Membership:
         return [w for w in workers if w < known and self.processes[w].has_ended]
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether the values of a tensor are the bytes at its address, as its strides say."""
+    return (
+        type(x) in _PLAIN
+        and x.is_cpu
+        and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 class Group:
     """Workers that can talk to each other, in ascending order of their numbers.
 
@@ -133,7 +144,7 @@ class Group:
     """
 
     def __init__(self, workers: tuple[int, ...], handle: Any, membership: Membership) -> None:
-        self.workers = workers
+        self.workers, self.size = workers, len(workers)
         self.handle = handle
         self.num_calls = 0  # that were agreed on here, or in a group that has all these workers
         self.num_exchanges = 0  # outside of backward passes, and agreements: what messages carry
@@ -144,10 +155,6 @@ class Group:
         self._watch = membership.watch
         self._watch.groups[self._code] = self
         self._spreads: dict[tuple[torch.dtype, int], CopyProgram | None] = {}
-
-    @property
-    def size(self) -> int:
-        return len(self.workers)
 
     def exchange(
         self,
@@ -345,7 +352,10 @@ class Group:
         if num_received != NOTHING:
             if not tag:
                 self.num_exchanges += 1
-            program.count(membership.traffic)
+            traffic = membership.traffic
+            traffic.messages += program.num_gives
+            traffic.bytes_sent += program.bytes_sent
+            traffic.bytes_received += program.bytes_received
         return num_received
 
     def finish(
@@ -365,6 +375,8 @@ class Group:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
+        if self.size == 1:
+            return value
         value = value.contiguous()
         # All copies, and added by torch in one order: the sum is the same on all, bit by bit.
         copies = value.new_empty((self.size, *value.shape))

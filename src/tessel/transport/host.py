@@ -252,7 +252,7 @@ class Host:
 
     def follow(self, program: CopyProgram, y: int, x: int, call: int) -> int:
         """Let the engine make an exchange; how many receives are done, NOTHING or UNREAD."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner:  # what is called most does not call this
             self._check_owner()
         with self._lock:
             return engine.run(program.address, y, x, call)
@@ -329,7 +329,8 @@ class Host:
 
     def share(self, program: CopyProgram, said: bytes, size: int, call: int) -> tuple[int, bytes]:
         """The same with bytes, of which `size` times as many come."""
-        self._check_owner()
+        if os.getpid() != self._owner:
+            self._check_owner()
         with self._lock:
             return engine.share(program.address, said, size, call)
 
