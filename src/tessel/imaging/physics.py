@@ -29,6 +29,7 @@ from tessel.core import (
     TensorMeta,
     agree,
     anchored_zeros,
+    grad_alike,
     same,
     setting,
     shared_whole,
@@ -382,18 +383,18 @@ class DistributedPhysics:
         everyones_objects = (self.shared if self.is_whole else (), shared)
         everyones = learned(everyones_objects, arguments)
         said = f"{call}{gradients_of(everyones)}" if everyones else call
-        dtype, records, own = self._agreed(said, x, measured, fidelities, users, everyones)
+        meta, own = self._agreed(said, x, measured, fidelities, users, everyones)
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
         if not self.is_whole:
-            ys = [_even(y, records) for y in ys]
+            ys = [grad_alike(y, meta) for y in ys]
         if x is None:
-            image = _even(torch.empty(0, dtype=dtype, device=self.ctx.device), records)
+            image = grad_alike(torch.empty(0, dtype=meta.dtype, device=self.ctx.device), meta)
         else:
             rows = self.rows_of(x.shape)
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
-            image = rows.use(_even(x, records))
+            image = rows.use(grad_alike(x, meta))
         # Now that all agreed on which gradients are asked for: a copy is a node of the graph whose
         # adjoint sums over workers, so that all of them must make the same ones.
         copies, (args, settings) = Copies(), arguments
@@ -406,7 +407,7 @@ class DistributedPhysics:
             image,
             x is not None or measured is None,
             list(zip(self._spread, ys or [image] * len(self._spread), strict=True)),
-            records,
+            meta.needs_grad,
             anchor,
             copies,
             (*everyones_objects, self.local_operators, fidelities, users),
@@ -422,18 +423,17 @@ class DistributedPhysics:
         fidelities: Any,
         users: Any,
         everyones: Sequence[Tensor],
-    ) -> tuple[torch.dtype, bool, list[Tensor]]:
-        """The dtype of parts that are brought, whether a gradient is needed somewhere, and whose.
+    ) -> tuple[TensorMeta, list[Tensor]]:
+        """What is brought on all workers, and which parameters this row's objects alone learn.
 
-        That are the parameters of this row's objects which are not everyone's: all workers of the
-        row hold them, and their gradients are summed over these.
+        All workers of the row hold them, and their gradients are summed over these.
         """
         has_image = x is not None or measured is None
         if self.is_whole:
             # Of whole images without one, what all have is learned from the result.
             if not has_image or (self.rows.count == 1 and isinstance(x, Tensor)):
-                return torch.float32, needs_grad(x), []
-            return torch.float32, self._agreement(said, "shape").agree_on(x)[1].needs_grad, []
+                return TensorMeta(torch.float32, self.ctx.device.type, needs_grad(x), False), []
+            return self._agreement(said, "shape").agree_on(x)[1], []
         problem = self._problem(x, measured, fidelities)
         if problem:  # the others say something else: all raise, and quote this
             agree(self.partition, f"{said}{problem}")
@@ -452,8 +452,7 @@ class DistributedPhysics:
         dtype, device = (None, "cpu") if brought is None else (brought.dtype, brought.device.type)
         signature = Signature((), dtype, device, learns, not torch.is_grad_enabled())
         agreement = self._agreement(said, givers=None if has_image else self._owners)
-        _, meta = agreement.agree_on(signature)
-        return meta.dtype, meta.needs_grad, own
+        return agreement.agree_on(signature)[1], own
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
@@ -630,8 +629,3 @@ class DistributedPhysics:
         if share is None:
             share = torch.zeros(shape, dtype=meta.dtype, device=self.ctx.device)
         return share, meta
-
-
-def _even(x: Tensor, needs_grad: bool) -> Tensor:
-    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
-    return x.detach().requires_grad_() if needs_grad and not x.requires_grad else x

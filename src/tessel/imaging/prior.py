@@ -198,8 +198,6 @@ class DistributedPrior:
             raise ValueError(problem)
         if self.ctx.debug and layout.shared:
             self.ctx.check_same(x, layout, f"the input of {call}")
-        if layout.partition.size == 1:
-            return x
         if said not in self._agreements:
             P = layout.partition
             found = Agreement(P.prepare(), said, P.ranks, lambda shapes, meta: meta)

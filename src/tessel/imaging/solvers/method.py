@@ -107,8 +107,7 @@ class Space:
 
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
-        shares = shares.detach()
-        return shares if self.workers.size == 1 else self._group.sum(shares)
+        return self._group.sum(shares.detach())
 
     def total(self, share: Tensor) -> Tensor:
         """The sum of all workers' shares of a number, on every worker."""
