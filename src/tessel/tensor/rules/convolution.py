@@ -134,10 +134,10 @@ def convolve_with(
             f"{outputs} elements, but got bias of size {list(bias.shape)} instead"
         )
     if plan is None:
-        parameters = (
+        parameters = [
             whole_part(each, layout) if isinstance(each, SpreadTensor) else each
             for each in (weight, bias)
-        )
+        ]
         return made(*convolve_parts(part, layout, *parameters, settings))
     if bias is None or plan.terms is plan.result:
         return summed(convolve_parts(part, layout, weight, bias, settings, plan)[0], plan)
