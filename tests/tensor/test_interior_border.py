@@ -50,21 +50,21 @@ def random_cases(count: int, seed: int) -> list[Case]:
 def check_in_pieces(cases: list[Case]) -> int:
     """All cases, in pieces wherever that is possible; how many were."""
     count = 0
-    apply, before = interior_border.Pieces.apply, interior_border.LEAST_VALUES
+    apply, before = interior_border.InteriorBorderPool.apply, interior_border.LEAST_VALUES
 
-    def counted(self: interior_border.Pieces, *args: Any) -> Any:
+    def counted(self: interior_border.InteriorBorderPool, *args: Any) -> Any:
         nonlocal count
         count += 1
         return apply(self, *args)
 
     interior_border.LEAST_VALUES = 0
-    interior_border.Pieces.apply = counted  # type: ignore[method-assign]
+    interior_border.InteriorBorderPool.apply = counted  # type: ignore[method-assign]
     try:
         for case in cases:
             check_case(case)
     finally:
         interior_border.LEAST_VALUES = before
-        interior_border.Pieces.apply = apply  # type: ignore[method-assign]
+        interior_border.InteriorBorderPool.apply = apply  # type: ignore[method-assign]
     return count
 
 

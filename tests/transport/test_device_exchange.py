@@ -105,7 +105,7 @@ def random_exchanges(folder: str, count: int, refusing: dict[int, str]) -> tuple
                 wait, places, expected = waiting.pop(0)
                 wait()
                 wrong += sum(not torch.equal(places[g], expected[g]) for g in places)
-    boxes.settle()
+    boxes.wait_until_read()
     return wrong, sharing.num_made, sharing.num_mapped
 
 

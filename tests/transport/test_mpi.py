@@ -21,7 +21,7 @@ import stress
 import tessel
 from hosts import why_no_mpi
 from tessel.transport import mpi
-from tessel.transport.mpi import Offer, problem_of, why_not
+from tessel.transport.mpi import MpiState, problem_of, why_not
 from tessel.transport.wire import AGREEMENT, tag_of
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n")
@@ -263,12 +263,12 @@ def test_without_mpi4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_all_workers_come_to_one_conclusion() -> None:
-    offers = [Offer(rank=rank, size=3, library="Open MPI 4") for rank in (2, 0, 1)]
-    assert problem_of(offers) == ""
-    assert problem_of([*offers[:2], Offer("it is gone")]) == "worker 2: it is gone"
-    other = Offer(rank=1, size=3, library="MPICH 4")
-    assert problem_of([*offers[:2], other]) == "worker 0 has Open MPI 4, worker 2 has MPICH 4"
-    alone = [Offer(library="Open MPI 4")] * 3
+    states = [MpiState(rank=rank, size=3, library="Open MPI 4") for rank in (2, 0, 1)]
+    assert problem_of(states) == ""
+    assert problem_of([*states[:2], MpiState("it is gone")]) == "worker 2: it is gone"
+    other = MpiState(rank=1, size=3, library="MPICH 4")
+    assert problem_of([*states[:2], other]) == "worker 0 has Open MPI 4, worker 2 has MPICH 4"
+    alone = [MpiState(library="Open MPI 4")] * 3
     assert problem_of(alone) == "the job has 3 workers, and MPI has [1] processes"
 
 

@@ -37,7 +37,7 @@ from tessel.distributed.sharing import (
     check_factor,
     check_uses,
     conclusion_of,
-    settled,
+    known_plain,
     traced_state,
 )
 from tessel.distributed.wrapping import adapt_torch, check_optimizer
@@ -387,7 +387,7 @@ def note(x: Tensor, sharding: Sharding | None) -> Tensor:
     """The tensor with a sharding, or without one: a parameter itself, else another tensor."""
     if isinstance(x, torch.nn.Parameter):
         return _note_parameter(x, sharding)
-    return settled(as_plain(x)) if sharding is None else as_shard(x, sharding)
+    return known_plain(as_plain(x)) if sharding is None else as_shard(x, sharding)
 
 
 def call(shard: Tensor, dim: int | None) -> None:

@@ -33,7 +33,7 @@ _WITHOUT_GRADIENT = frozenset(
     )
 )
 _BATCHED = frozenset(("matmul", "bmm", "baddbmm"))
-_SETTLED = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
+_PLAIN = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
 
 
 def check_uses(call: TorchCall) -> None:
@@ -124,11 +124,11 @@ def traced_state(x: Any) -> State:
     if state is not None or not isinstance(x, Tensor) or isinstance(x, spread.Tensor):
         return state
 
-    def is_settled(node: Any) -> bool:  # nobody looks behind a function of the user's own
-        return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
+    def is_known(node: Any) -> bool:  # nobody looks behind a function of the user's own
+        return isinstance(node, BackwardCFunction) or _PLAIN in node.metadata
 
     for value in _levels(x):
-        found = [value] if value.grad_fn is None else _origins([value.grad_fn], is_settled)
+        found = [value] if value.grad_fn is None else _origins([value.grad_fn], is_known)
         for origin in found:
             states = [*map(state_of, _levels(origin))] if isinstance(origin, Tensor) else []
             of_shard = any(isinstance(s, Sharding) and s.partition.size > 1 for s in states)
@@ -149,7 +149,7 @@ def _levels(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def settled(x: Tensor) -> Tensor:
+def known_plain(x: Tensor) -> Tensor:
     """The same plain tensor, which is not taken for a shard, whatever it was computed from."""
     # a node of its own: other uses of `x` are still what they are
     return x if x.grad_fn is None else conclusion_of(x.as_subclass(Tensor))
@@ -159,7 +159,7 @@ def conclusion_of(x: Tensor) -> Tensor:
     """The plain tensor itself, which is not taken for a shard from now on."""
     node: Any = x.grad_fn
     if node is not None:
-        node.metadata[_SETTLED] = True
+        node.metadata[_PLAIN] = True
     return x
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tessel import transport
 from tessel.core import agree, anchored_zeros
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.parameters import anchor_of, both, stray_leaf
+from tessel.imaging.parameters import anchor_of, both, unshared_leaf
 
 
 class LocalTensors(list[Tensor]):
@@ -64,7 +64,7 @@ class LocalTensors(list[Tensor]):
         anchor = self.anchor
         if isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled():
             # A gradient would go to a tensor that other workers use, too.
-            leaf = stray_leaf(other) if transport.num_workers() > 1 else None
+            leaf = unshared_leaf(other) if transport.num_workers() > 1 else None
             if leaf is not None:
                 raise ValueError(
                     f"measurements of one worker and a tensor that needs a gradient, which goes to "

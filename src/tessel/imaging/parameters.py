@@ -4,7 +4,7 @@ Operators, data fidelities and denoisers keep their parameters where they like. 
 several workers use is one shared value: each worker computes with a copy of it, and the adjoint of
 copying sums the gradients of all copies. User objects are only read here: parameters are looked for
 in modules and attributes. While objects compute, torch is told to use the copies in the place of
-the parameters (`computing_with`). What is used and was not found raises (`stray_leaf`).
+the parameters (`computing_with`). What is used and was not found raises (`unshared_leaf`).
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
             )
 
 
-def stray_leaf(
+def unshared_leaf(
     result: Tensor, own: Iterable[Tensor] = (), given: Iterable[Tensor] = ()
 ) -> Tensor | None:
     """A tensor that gets the gradient of a result without a movement between workers, or None.
@@ -345,7 +345,9 @@ def stray_leaf(
     return None
 
 
-def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given: Any = ()) -> str:
+def unshared_problem(
+    results: Iterable[Tensor], users: Any, shared: Any = (), given: Any = ()
+) -> str:
     """What is wrong if objects use a parameter that is not found in them, to end a sentence.
 
     Args:
@@ -360,7 +362,7 @@ def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given
     everyones = {id(each) for each in tensors_of(shared)}
     own = [each for each in tensors_of(users) if id(each) not in everyones]
     for each in needing:
-        leaf = stray_leaf(each, own, given)
+        leaf = unshared_leaf(each, own, given)
         if leaf is not None:
             return (
                 f": an operator or data fidelity uses a tensor of shape {tuple(leaf.shape)} that "
@@ -380,7 +382,7 @@ noticed: ContextVar[list[str] | None] = ContextVar("noticed", default=None)
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     """The result; it is wrong if a gradient goes to a parameter that is not found in `users`."""
     if torch.is_grad_enabled() and transport.num_workers() > 1:
-        problem = stray_problem([result], users, (), given)
+        problem = unshared_problem([result], users, (), given)
         problems = noticed.get()
         if problem and problems is None:
             raise ValueError(f"an image in parts{problem}")

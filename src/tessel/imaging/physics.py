@@ -48,8 +48,8 @@ from tessel.imaging.parameters import (
     learned,
     needs_grad,
     noticed,
-    stray_problem,
     tensors_of,
+    unshared_problem,
     within_reach,
 )
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
@@ -523,7 +523,7 @@ class DistributedPhysics:
         problem = call.problems[0] if call.problems else ""
         if self.is_whole and self.rows.count > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
-            problem = stray_problem(results, call.users, call.users[:2], given)
+            problem = unshared_problem(results, call.users, call.users[:2], given)
         # At the first call all workers raise or none does: one without operators finds nothing
         # itself. Later calls cost no message, and the worker that finds something raises.
         if self._is_new(call):

@@ -40,7 +40,7 @@ from tessel.imaging.parameters import (
     learned,
     needs_grad,
     state_of,
-    stray_leaf,
+    unshared_leaf,
 )
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.tiling import Tiling, tiling_of
@@ -221,7 +221,7 @@ class DistributedPrior:
             )
         # A gradient that went to a tensor which was not seen to be shared would be that of this
         # worker's patches only, a silent wrong number.
-        leaf = stray_leaf(result)
+        leaf = unshared_leaf(result)
         if leaf is not None:
             problems.append(
                 f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "

@@ -1,4 +1,4 @@
-"""Pieces: a pool where the tensor lies; only outputs near a border read what lies around.
+"""Pools in interior and border: only outputs near a border read what lies around the part.
 
 Most outputs of a worker read its own part alone, which need not be copied for them, nor kept twice
 for the backward pass. Those near its borders are pooled from a few rows of the part and the rows of
@@ -22,14 +22,14 @@ from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
 
 LEAST_VALUES = 1 << 18  # of a worker's part, below which a copy of it is cheaper
-# Pieces take a dozen launches more than the copy, in which time a GPU copies as much as this.
+# The border takes a dozen launches more than a copy, in which time a GPU copies as much as this.
 LEAST_VALUES_ON_GPU = 1 << 25
 Pool = Callable[[Tensor, Interval], Tensor]  # of what outputs along the split dimension read
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """A pool in pieces, along the one dimension that is split.
+class InteriorBorderPool:
+    """A pool in interior and border, along the one dimension that is split.
 
     Attributes:
         plan: what the outputs read.
@@ -71,8 +71,10 @@ class Pieces:
 
 
 @kept_in_job
-def in_pieces(plan: Windowed, windows: tuple[Window, ...], least: int) -> Pieces | None:
-    """How to pool in pieces, or None if that is not possible on all workers, or not worth it."""
+def in_interior_and_border(
+    plan: Windowed, windows: tuple[Window, ...], least: int
+) -> InteriorBorderPool | None:
+    """How to pool so, or None if that is not possible on all workers, or not worth it."""
     source, target = plan.source, plan.target
     lead = len(source.shape) - len(windows)
     split = [dim for dim, cut in enumerate(source.cuts) if len(cut.intervals) > 1]
@@ -96,7 +98,7 @@ def in_pieces(plan: Windowed, windows: tuple[Window, ...], least: int) -> Pieces
                 shape = tuple(stop - start for start, stop in box)
                 found.append(HaloBox(tuple(start for start, _ in box), shape, box))
         strips.append(tuple(found))
-    return Pieces(plan, dim, window, Halo(source, plan.read, tuple(strips)))
+    return InteriorBorderPool(plan, dim, window, Halo(source, plan.read, tuple(strips)))
 
 
 def _inner(window: Window, own: Interval, outputs: Interval, length: int) -> Interval | None:

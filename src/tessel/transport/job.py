@@ -234,7 +234,7 @@ class _Job:
         return self.groups[workers]
 
     def end(self) -> None:
-        self.membership.mailboxes.settle()
+        self.membership.mailboxes.wait_until_read()
         self.membership.watch.end()
         if isinstance(self.membership.mpi, mpi.Mpi):
             self.membership.mpi.leave()
@@ -311,11 +311,11 @@ class _Job:
 
     def _use_mpi(self, agreement: Group, salt: int, is_asked_for: bool) -> None:
         """Let MPI carry what goes to other hosts, if it can on all workers."""
-        offers = agreement.share_objects(mpi.start())
-        problem, membership = mpi.problem_of(offers), self.membership
+        states = agreement.share_objects(mpi.start())
+        problem, membership = mpi.problem_of(states), self.membership
         if not problem:
-            ranks = [offer.rank for offer in offers]
-            given = ranks, salt, membership.watch, membership.host, offers[0].library
+            ranks = [state.rank for state in states]
+            given = ranks, salt, membership.watch, membership.host, states[0].library
             membership.mpi = carrier = agreement.attempt(lambda: mpi.Mpi(*given))
             if membership.host is not None:
                 membership.host.far = carrier
@@ -383,7 +383,7 @@ def _end_program(error: BaseException | None) -> bool:
         return True
     job = _job()
     watch, host = job.membership.watch, job.membership.host
-    job.membership.mailboxes.settle()
+    job.membership.mailboxes.wait_until_read()
     if not watch.is_attached:  # others may wait for it at their first call
         everyone = range(num_workers())
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))

@@ -184,7 +184,7 @@ class Mailbox:
             self._taken = self._sharing.map_event(note.event, self.device)
         return note.kind == TAKEN
 
-    def settle(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait until what was sent has been read."""
         if self._taken is not None:
             self._taken.synchronize()
@@ -248,7 +248,7 @@ class Mailboxes:
                     self._refused.add(pair)
                     return None
                 if not self._all:
-                    atexit.register(self._settle_at_exit, os.getpid())
+                    atexit.register(self._wait_at_exit, os.getpid())
                 self._all.append(mailbox)
         mailbox.put(tensor)
         return mailbox
@@ -274,12 +274,12 @@ class Mailboxes:
                     return None
             return self._mapped[key]
 
-    def settle(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait until others have read what was sent: memory ends with the process that has it."""
         with self._lock:
             for each in self._all:
-                each.settle()
+                each.wait_until_read()
 
-    def _settle_at_exit(self, process: int) -> None:
+    def _wait_at_exit(self, process: int) -> None:
         if os.getpid() == process:  # the end of a fork is not that of the worker
-            self.settle()
+            self.wait_until_read()

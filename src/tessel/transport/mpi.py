@@ -46,7 +46,7 @@ WAY_OUT = "TESSEL_TRANSPORT=shared sends by Gloo between hosts"
 
 @encodable
 @dataclass(frozen=True)
-class Offer:
+class MpiState:
     """What MPI is on one worker.
 
     Attributes:
@@ -93,37 +93,37 @@ def _is_running() -> bool:
     return module is not None and module.Is_initialized() and not module.Is_finalized()
 
 
-def start() -> Offer:
+def start() -> MpiState:
     """Start MPI, unless this process has; all workers do so together."""
     try:
         MPI: Any = importlib.import_module("mpi4py.MPI")
         if MPI.Is_finalized():
-            return Offer("MPI has been finalized")
+            return MpiState("MPI has been finalized")
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     except (ImportError, RuntimeError) as error:  # another library, or a broken installation
-        return Offer(f"MPI does not start: {error}")
+        return MpiState(f"MPI does not start: {error}")
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        return Offer(
+        return MpiState(
             "MPI was started for one thread, and Tessel sends from several, one at a time: set "
             'mpi4py.rc.thread_level = "serialized" or "multiple" before mpi4py.MPI is imported'
         )
     library = " ".join(MPI.Get_library_version().replace("\0", "").split()[:3]).rstrip(",")
     version = importlib.import_module("mpi4py").__version__
     world = MPI.COMM_WORLD
-    return Offer("", world.Get_rank(), world.Get_size(), f"{library}, mpi4py {version}")
+    return MpiState("", world.Get_rank(), world.Get_size(), f"{library}, mpi4py {version}")
 
 
-def problem_of(offers: Sequence[Offer]) -> str:
+def problem_of(states: Sequence[MpiState]) -> str:
     """Why workers cannot use MPI together; empty if they can. The same for all of them."""
-    for worker, offer in enumerate(offers):
-        if offer.problem:
-            return f"worker {worker}: {offer.problem}"
-        if offer.library != offers[0].library:
-            return f"worker 0 has {offers[0].library}, worker {worker} has {offer.library}"
-    if sorted(offer.rank for offer in offers) != list(range(offers[0].size)):
-        sizes = sorted({offer.size for offer in offers})
-        return f"the job has {len(offers)} workers, and MPI has {sizes} processes"
+    for worker, state in enumerate(states):
+        if state.problem:
+            return f"worker {worker}: {state.problem}"
+        if state.library != states[0].library:
+            return f"worker 0 has {states[0].library}, worker {worker} has {state.library}"
+    if sorted(state.rank for state in states) != list(range(states[0].size)):
+        sizes = sorted({state.size for state in states})
+        return f"the job has {len(states)} workers, and MPI has {sizes} processes"
     return ""
 
 

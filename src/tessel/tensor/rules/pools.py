@@ -315,9 +315,9 @@ class MaximumPool(Pool):
         if self.return_indices or is_compiling():  # a halo's messages are no nodes
             return None
         windows = self.windows
-        pieces = interior_border  # numbers that tests change
-        least = pieces.LEAST_VALUES_ON_GPU if x.is_cuda else pieces.LEAST_VALUES
-        found = pieces.in_pieces(plan, windows, least)
+        border = interior_border  # numbers that tests change
+        least = border.LEAST_VALUES_ON_GPU if x.is_cuda else border.LEAST_VALUES
+        found = border.in_interior_and_border(plan, windows, least)
         if found is None:
             return None
         sides = list(plan.overhang[-len(windows) :])
