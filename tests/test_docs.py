@@ -283,3 +283,13 @@ def test_the_architecture_names_classes_that_exist():
     names = {name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row)}
     assert len(names) > 50
     assert names <= classes, f"no classes: {names - classes}"
+
+
+def test_the_glossary_has_every_class_that_is_not_public():
+    """Those of the reference are explained there."""
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    told = {*re.findall(r"`_?(\w+)`", ARCHITECTURE.partition("## Glossary")[2])}
+    public = {*re.findall(r"^::: tessel[\w.]*\.(\w+)$", reference, re.MULTILINE)}
+    for path in set(SOURCE.rglob("*.py")) - set((SOURCE / "examples").rglob("*.py")):
+        for name in re.findall(r"^ *class _?(\w+)[\[(:]", path.read_text(), re.MULTILINE):
+            assert name in told | public, f"{name} of {path} is not in the glossary"

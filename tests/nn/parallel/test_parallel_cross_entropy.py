@@ -353,7 +353,7 @@ def test_random_losses(run: Run, nprocs: int) -> None:
     check()
 
 
-def in_pieces() -> None:
+def in_interior_and_border() -> None:
     """A shard that is worked on in pieces gives the same, to the second order."""
     split_classes.SMALL, usual = 0, split_classes.SMALL
     try:
@@ -372,7 +372,7 @@ def in_pieces() -> None:
 
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_pieces(run: Run, nprocs: int) -> None:
-    run(in_pieces, nprocs=nprocs, timeout=SECONDS)
+    run(in_interior_and_border, nprocs=nprocs, timeout=SECONDS)
 
 
 def whole_and_old_names() -> None:
