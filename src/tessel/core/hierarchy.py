@@ -12,7 +12,6 @@ All of it is a pure function of two layouts and of who runs on which host, as pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -214,8 +213,10 @@ class _Ways:
         if own is not None:
             gives = [
                 Piece.of(taker, part, own)
-                for taker, part in self._takers(own)
-                if any(giver == worker for giver, _ in self._givers(taker, part))
+                for there, _ in self.target.agreement(own)
+                for taker in self.target.holders(there)
+                if (part := _common(own, self.wants(taker))) is not None
+                and any(giver == worker for giver, _ in self._givers(taker, part))
             ]
         if want is not None:
             takes = [Piece.of(giver, part, want) for giver, part in self._givers(worker, want)]
@@ -226,13 +227,6 @@ class _Ways:
         shapes = shape_of(own), shape_of(want)
         return assembled(worker, gives, takes, *shapes, once)
 
-    def _takers(self, box: Box) -> Iterator[tuple[int, Box]]:
-        for there, _ in self.target.agreement(box):
-            for taker in self.target.holders(there):
-                part = _common(box, self.wants(taker))
-                if part is not None:
-                    yield taker, part
-
     def _givers(self, taker: int, want: Box) -> list[tuple[int, Box]]:
         """Who gives what of a box, in the order of the sum."""
         if self.source.owns_once:
@@ -240,7 +234,7 @@ class _Ways:
                 (giver_of(self.source, place, self.target, taker), part)
                 for place, part in self.source.agreement(want)
             ]
-        met = {id(team): team for team in map(self._adding, self.source.agreement(want))}
+        met = {id(self.gives.adding[place]) for place, _ in self.source.agreement(want)}
         return [
             (giver, part)
             for team in self.gives.all
@@ -248,9 +242,6 @@ class _Ways:
             for giver in (team.workers if self.adds else (holder for _, holder in team.terms))
             if (part := _common(want, self.has(giver))) is not None
         ]
-
-    def _adding(self, met: tuple[Coordinates, Box]) -> Team:
-        return self.gives.adding[met[0]]
 
     @property
     def is_long(self) -> bool:

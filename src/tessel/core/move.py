@@ -598,24 +598,19 @@ class Stage:
         key = x.dtype, x.stride(), y.stride(), is_there, early
         program = self._programs.get(key)
         if program is None and key not in self._programs:
-            program = self._remembered(key)
+            # What is forgotten is made again, by this worker alone: others need not forget with it.
+            if len(self._programs) >= MOST_PROGRAMS:
+                self._programs.clear()
+            if not self.plan.silent:
+                leaves = self.plan.gives if is_there else self.plan.outgoing
+                gives = [(piece.peer, Place(piece.region, x.stride())) for piece in leaves]
+                takes = [
+                    (piece.peer, Place(piece.region, y.stride()), adds)
+                    for piece, adds in self._incoming(is_there)
+                ]
+                program = self.group.program(x.dtype, gives, takes, early)
+            self._programs[key] = program
         return program if program is not None and _can_follow(program, x, y) else None
-
-    def _remembered(self, key: Lies) -> CopyProgram | None:
-        """Make the program for tensors that lie like this, or learn that there is none."""
-        # What is forgotten is made again, by this worker alone: others need not forget with it.
-        if len(self._programs) >= MOST_PROGRAMS:
-            self._programs.clear()
-        program = None
-        if not self.plan.silent:
-            dtype, x_steps, y_steps, is_there, early = key
-            leaves = self.plan.gives if is_there else self.plan.outgoing
-            incoming = self._incoming(is_there)
-            gives = [(piece.peer, Place(piece.region, x_steps)) for piece in leaves]
-            takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in incoming]
-            program = self.group.program(dtype, gives, takes, early)
-        self._programs[key] = program
-        return program
 
 
 class Apart:

@@ -160,8 +160,15 @@ def flattened(layout: Layout) -> Layout:
 @lru_cache(maxsize=4096)
 def plan(source: Layout, target: Layout, worker: int) -> Plan:
     """One exchange from `source` to `target`, as `worker` sees it."""
-    takes = tuple(_takes(source, target, worker))
-    target_shape = box_shape(target, worker)
+    # For each separate value of an index, one piece, whoever holds it; in the order of the source's
+    # grid: so all workers that get a copy of a sum add in one order.
+    wanted, target_shape = target.box(worker), box_shape(target, worker)
+    takes: tuple[Piece, ...] = ()
+    if wanted is not None:
+        takes = tuple(
+            Piece.of(giver_of(source, place, target, worker), part, wanted)
+            for place, part in source.agreement(wanted)
+        )
     if target.owns_once and all(target.partition.shape[axis] == 1 for axis in target.shared):
         # Nobody else has the sum, so that it may begin with the worker's own: where that covers
         # the output, as in the adjoint of a halo, nothing has to be cleared before.
@@ -198,16 +205,6 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         silent=is_silent,
         dense=is_dense,
     )
-
-
-def _takes(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
-    """For each separate value of an index in `source`, one piece, whoever holds it."""
-    box = target.box(worker)
-    if box is None:
-        return
-    # In the order of the source's grid: so all workers that get a copy of a sum add in one order.
-    for place, part in source.agreement(box):
-        yield Piece.of(giver_of(source, place, target, worker), part, box)
 
 
 def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:

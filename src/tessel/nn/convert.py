@@ -195,7 +195,13 @@ class Stream:
         seed = common_seed(self.seed + self.num_calls)
         self.num_calls += 1
         if capturing():  # in which the generator of a GPU cannot be seeded
-            self._check_capture()
+            if self.draws_on_gpu is None:
+                raise RuntimeError(
+                    "call this converted model once before it is captured in a CUDA graph: torch "
+                    "asks for that, too, and the call shows whether the model draws random numbers"
+                )
+            if self.draws_on_gpu:
+                raise NotImplementedError(NO_DRAWING)
             with torch.random.fork_rng([]):
                 torch.default_generator.manual_seed(seed)
                 yield
@@ -207,16 +213,6 @@ class Stream:
             yield
             for device in devices:
                 self.draws_on_gpu = torch.cuda.default_generators[device].get_offset() > 0
-
-    def _check_capture(self) -> None:
-        """Raise unless the last call has shown that a CUDA graph may repeat this one."""
-        if self.draws_on_gpu is None:
-            raise RuntimeError(
-                "call this converted model once before it is captured in a CUDA graph: torch asks "
-                "for that, too, and the call shows whether the model draws random numbers"
-            )
-        if self.draws_on_gpu:
-            raise NotImplementedError(NO_DRAWING)
 
 
 class ModelConversion:

@@ -85,7 +85,11 @@ class LocalTransform:
             function = getattr(torch.fft, self.kind)
             s = self.lengths if self.kind == "irfftn" else None
             return function(x, s=s, dim=self.dims, norm=self.norm)
-        return (self._by_scipy if library == "scipy" else self._by_fftw)(x.detach())
+        if library == "fftw":
+            return self._by_fftw(x.detach())
+        function, threads = getattr(_imported(library), self.kind), torch.get_num_threads()
+        y = function(x.detach().numpy(), self.lengths, self.dims, self.norm, workers=threads)
+        return torch.from_numpy(y)
 
     def _fastest(self, x: Tensor, others: tuple[str, ...]) -> str:
         x = x.detach()
@@ -101,12 +105,6 @@ class LocalTransform:
                     seconds[library] = min(seconds[library], perf_counter() - begin)
         best = min(others, key=seconds.__getitem__)
         return best if seconds[best] < _GAIN * seconds["torch"] else "torch"
-
-    def _by_scipy(self, x: Tensor) -> Tensor:
-        function = getattr(_imported("scipy"), self.kind)
-        threads = torch.get_num_threads()
-        y = function(x.numpy(), self.lengths, self.dims, self.norm, workers=threads)
-        return torch.from_numpy(y)
 
     def _by_fftw(self, x: Tensor) -> Tensor:
         aligned, threads = x.data_ptr() % 64 == 0, torch.get_num_threads()

@@ -139,7 +139,11 @@ class BatchNorm(KernelNorm):
     def _cuda_normalized(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, ...]:
-        mean, scale = self._cuda_moments(x)
+        if x.numel():
+            mean, scale = torch.batch_norm_stats(x, self.eps)
+        else:
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            mean = scale = x.new_zeros(x.shape[1], dtype=wide)
         if self.is_of_all and self.group.adds_on_devices(mean):
             means, scales = self.group.all_gather(mean, scale)
         else:
@@ -154,13 +158,6 @@ class BatchNorm(KernelNorm):
         if not x.numel():
             return torch.empty_like(x), mean, scale
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, self.eps), mean, scale
-
-    def _cuda_moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if x.numel():
-            return torch.batch_norm_stats(x, self.eps)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        nothing = x.new_zeros(x.shape[1], dtype=wide)
-        return nothing, nothing
 
     def _cuda_gradient(
         self,

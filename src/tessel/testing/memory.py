@@ -92,13 +92,11 @@ class _MemoryCounter(TorchDispatchMode):
         return super().__exit__(*problem)
 
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
-        self.known[storage._cdata] = size
+        key = storage._cdata
+        self.known[key] = size
         self.memory._add(size)
-        weakref.finalize(storage, self._forget, storage._cdata)
-
-    def _forget(self, key: int) -> None:
         # the address may be that of another storage next
-        self.memory._add(-self.known.pop(key))
+        weakref.finalize(storage, lambda: self.memory._add(-self.known.pop(key)))
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:

@@ -3,8 +3,8 @@
 A `Group` is a set of workers that can communicate. CPU tensors of workers on one host are sent
 through shared memory, those between hosts by MPI where mpirun has started the workers, those of
 GPUs by NCCL, or through mailboxes where workers share a GPU, and all others through
-`torch.distributed`. It may import `core.boxes`, `errors`,
-`limits` and `machine`.
+`torch.distributed`. It may import `core.boxes`, `encoding`, `endings`, `errors`, `limits`,
+`machine` and `settings`.
 """
 
 from tessel.transport.buffers import ReceiveBuffer as ReceiveBuffer

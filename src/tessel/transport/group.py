@@ -93,7 +93,12 @@ class Membership:
 
     @cached_property
     def own(self) -> Own:
-        return Own(self._note_thread)
+        def note_thread() -> None:
+            self.watch.note_thread()
+            if self.watch.has_threads and self.host is not None:
+                self.host.mix_threads()
+
+        return Own(note_thread)
 
     @property
     def tag(self) -> int:
@@ -102,11 +107,6 @@ class Membership:
     @tag.setter
     def tag(self, call: int) -> None:
         self.own.tag = call
-
-    def _note_thread(self) -> None:
-        self.watch.note_thread()
-        if self.watch.has_threads and self.host is not None:
-            self.host.mix_threads()
 
     def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
         """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
@@ -678,7 +678,12 @@ class Group:
 
         It cannot look itself for as long as torch waits.
         """
-        wait = self._watch.begin(key or self._key(), self._ways.others, self._interrupt)
+        others = self._ways.others
+
+        def interrupt() -> None:  # the job is broken: waits for messages of this group end
+            wire.close(self.handle, others[0])
+
+        wait = self._watch.begin(key or self._key(), others, interrupt)
         try:
             return self.attempt(communicate)
         finally:
@@ -734,18 +739,12 @@ class Group:
             key,
             self._ways.others,
             0,
-            self._abort,
+            lambda: device_wait.abort(self.handle),
             place_in_order=self.num_of_devices,
-            gone=self._ended,
+            gone=lambda: self._membership.ended(self.workers),
         )
         wait.event.record()
         self._watch.note_device(wait)
-
-    def _ended(self) -> list[int]:
-        return self._membership.ended(self.workers)
-
-    def _abort(self) -> None:
-        device_wait.abort(self.handle)
 
     @cached_property
     def _uses_nccl(self) -> bool:
@@ -753,10 +752,6 @@ class Group:
         if uses:
             device_wait.be_patient(self.handle)
         return uses
-
-    def _interrupt(self) -> None:
-        """Let waits for messages of this group end: the job is broken."""
-        wire.close(self.handle, self._ways.others[0])
 
 
 def listing(workers: Sequence[int]) -> str:

@@ -434,8 +434,9 @@ def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
         except (dist.DistError, OSError) as error:
             # Also a store that has just gone: that of the script before, if a task runs several.
             if job.rank == 0 or time.monotonic() > deadline:
+                reason, *_ = (str(error).strip() or repr(error)).splitlines()
                 raise RuntimeError(
-                    f"{job}, which did not succeed within {seconds:.0f} s: {_first_line(error)}. "
+                    f"{job}, which did not succeed within {seconds:.0f} s: {reason}. "
                     f"See whether all tasks call tessel.world(), and whether task 0 can be reached "
                     f"there; MASTER_ADDR and MASTER_PORT choose another place"
                 ) from error
@@ -528,7 +529,3 @@ def own_interface(job: LaunchedJob) -> str | None:
         return interface_of(address)
     except OSError:
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

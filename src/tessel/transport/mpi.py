@@ -194,13 +194,9 @@ class Mpi:
         limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
         self._most_tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
-        self._join()
-
-    def _join(self) -> None:
-        """Make a communicator of our own, with all workers."""
         global _communicator
-        if _communicator is None:
-            own, request = _mpi().COMM_WORLD.Idup()
+        if _communicator is None:  # all workers make one of our own
+            own, request = MPI.COMM_WORLD.Idup()
             message = _Message((0, 0), 0, torch.empty(0, device="cpu"), [request])
             self._pending.append(message)
             self.wait(message, (0, 0), ())

@@ -91,7 +91,13 @@ def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if name == "l1_loss" and "weight" not in kwargs:
         kwargs = {**kwargs, "weight": _weight_of_l1()}
     given = arguments_of(name, func, args, kwargs)
-    _check_elements(name, func, given)
+    # torch says what it does not take, once for each kind of call
+    kinds = kinds_of(given)
+    sizes = {each.shape for key, each in kinds if isinstance(each, Kind) and key not in _WEIGHTS}
+    if len(sizes) > 1 and name != "gaussian_nll_loss":  # which looks at values
+        func(**{key: _outlined(each) for key, each in kinds})  # it warns of sizes at every call
+    if name != "gaussian_nll_loss" or not outlining.get():  # it looks at values, which are not here
+        _check_least(name, func, kinds)
     reduction = _reduction_of(given)
     if name == "binary_cross_entropy" and not checked.get():
         x = given["input"]
@@ -216,16 +222,6 @@ def kinds_of(given: Settings) -> Kinds:
             x = Kind(shape, part.dtype, part.device.type, part.requires_grad)
         found.append((key, x))
     return tuple(found)
-
-
-def _check_elements(name: str, func: Any, given: Settings) -> None:
-    """Let torch say what it does not take, once for each kind of call."""
-    kinds = kinds_of(given)
-    sizes = {each.shape for key, each in kinds if isinstance(each, Kind) and key not in _WEIGHTS}
-    if len(sizes) > 1 and name != "gaussian_nll_loss":  # which looks at values
-        func(**{key: _outlined(each) for key, each in kinds})  # it warns of sizes at every call
-    if name != "gaussian_nll_loss" or not outlining.get():  # it looks at values, which are not here
-        _check_least(name, func, kinds)
 
 
 @lru_cache(maxsize=1024)
@@ -429,8 +425,12 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if reduction == "mean" and is_probable:
         share = share / prod(samples.shape)
     elif reduction == "mean":
-        counted = _weight_of(chosen, weight, given["ignore_index"])
-        both = _total(torch.stack([share, counted.to(share)]), samples)
+        # divided by the weight of all samples that count
+        counted = chosen != given["ignore_index"]
+        if weight is not None:
+            weights = weight.detach()[torch.where(counted, chosen, 0).long()]
+            counted = widened(torch.where(counted, weights, 0))
+        both = _total(torch.stack([share, counted.sum().to(share)]), samples)
         return _one_number((both[0] / both[1]).to(each.dtype), samples)
     return _one_number(_total(share, samples).to(each.dtype), samples)
 
@@ -446,15 +446,6 @@ def _check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) ->
             f"a target is out of bounds: it is none of the {num_classes} classes and not "
             f"ignore_index, {ignore_index}"
         )
-
-
-def _weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore: int) -> torch.Tensor:
-    """The weight of all samples of this worker that count, which a mean divides by."""
-    counts = target != ignore
-    if weight is None:
-        return counts.sum()
-    each = weight.detach()[torch.where(counts, target, 0).long()]
-    return widened(torch.where(counts, each, 0)).sum()
 
 
 def _of_split_scores(
