@@ -448,7 +448,7 @@ class DistributedPhysics:
             learns = any(map(needs_grad, (x, *ys, anchor_of(measured), *everyones, *own, *values)))
         # Shapes fit, as was just seen. Rows without operators bring nothing if there is no image,
         # and learn the dtype from the others.
-        brought = next((each for each in (*ys, x) if each is not None), None)
+        brought = (*ys, x)[0]
         dtype, device = (None, "cpu") if brought is None else (brought.dtype, brought.device.type)
         signature = Signature((), dtype, device, learns, not torch.is_grad_enabled())
         agreement = self._agreement(said, givers=None if has_image else self._owners)
