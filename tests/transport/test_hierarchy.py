@@ -210,6 +210,8 @@ def sums_over(names: tuple[str, ...], length: int, way: str) -> tuple[list[float
             again = reduce(x)
         y.sum().backward()
         assert torch.equal(x.grad, torch.full_like(x, float(len(names))))
+        _, pull = torch.func.vjp(reduce, x.detach())  # the agreement is inside of the transform
+        assert torch.equal(pull(torch.ones_like(x))[0], x.grad)
         copies = group.share_objects(y.detach())
         alike = torch.equal(again, y) and all(torch.equal(copy, y.detach()) for copy in copies)
         few = group.sum(torch.tensor([1.0, worker]))

@@ -509,7 +509,7 @@ class Group:
                 for place, worker in enumerate(each):
                     all_words[row_of[worker]] = theirs[each[0]][place * length :][:length]
             Exchange(ways, key, [SendBuffer(worker, all_words) for worker in team[1:]], [])()
-        return all_words.numpy().tobytes()
+            return all_words.numpy().tobytes()
 
     @cached_property
     def _teams(self) -> tuple[tuple[int, ...], ...]:
