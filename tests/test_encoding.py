@@ -138,7 +138,7 @@ def with_a_pickle(path: str) -> str:
 
 def test_a_pickle_from_the_network_is_not_executed(run: Any, tmp_path: Any) -> None:
     texts = run(with_a_pickle, str(tmp_path / "executed"), nprocs=2)
-    assert texts[0] == texts[1] and "what worker 1 of the group sent is no message" in texts[0]
+    assert texts[0] == texts[1] and "what worker 1 of the group sent is not a message" in texts[0]
     assert not (tmp_path / "executed").exists()
 
 

@@ -256,7 +256,7 @@ class _Reader:
         cls = _classes.get(name)
         items = self.value(depth + 1)
         if cls is None or not isinstance(items, tuple):
-            raise ValueError(f"{name!r} is no class that can be sent")
+            raise ValueError(f"{name!r} is not a class that can be sent")
         try:
             return cls(*items)
         except TypeError as error:

@@ -169,7 +169,7 @@ def test_what_others_wrote_is_read(tmp_path: Path) -> None:
     dcp.save({"a": {"b": torch.ones(3)}}, checkpoint_id=tmp_path / "c")
     assert torch.equal(tessel.load(tmp_path / "c")["a"]["b"], torch.ones(3))
     dcp.save({"a": 3}, checkpoint_id=tmp_path / "d")
-    with pytest.raises(ValueError, match=r"'a' of .* is no tensor"):
+    with pytest.raises(ValueError, match=r"'a' of .* is not a tensor"):
         tessel.load(tmp_path / "d")
 
 
@@ -260,7 +260,7 @@ def some_fail(folder: str, name: str) -> None:
         assert P.group.share_objects(os.listdir(folder))[0] == [name]
     with pytest.raises(ValueError, match="the data differs between workers"):
         tessel.save(torch.ones(4 + (P.rank or 0)), path)
-    with pytest.raises(TypeError, match="on worker 1, dense tensors, and dicts of them"):
+    with pytest.raises(TypeError, match="on worker 1, expected dense tensors, and dicts of them"):
         tessel.save(3 if P.rank else x, path)
     with pytest.raises(FileNotFoundError, match="on worker 1, "):
         tessel.load(path if P.rank == 0 else path + "nothing")
@@ -317,6 +317,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
         tessel.load(tmp_path / "x.zarr", {"z": tessel.world()})
     with pytest.raises(ValueError, match="is a tensor, got a dict"):
         tessel.load(tmp_path / "x.zarr", {"x": {}})
-    with pytest.raises(ValueError, match="is no folder of zarr"):
+    with pytest.raises(ValueError, match="is neither a folder of zarr"):
         tessel.load(tmp_path / "mine")
     assert sorted(os.listdir(tmp_path)) == ["mine", "x.zarr"]

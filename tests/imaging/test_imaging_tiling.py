@@ -360,7 +360,7 @@ def test_bad_strategies() -> None:
         SmartTilingStrategy(shape, 4, tiling_dims=(7,))
     with pytest.raises(ValueError, match="got 2 and 3; pass one"):
         BasicStrategy(shape, num_splits=2, patch_size=3)
-    with pytest.raises(ValueError, match="none beside batch and channels"):
+    with pytest.raises(ValueError, match="none besides batch and channels"):
         SmartTilingStrategy((1, 8))
     with DistributedContext() as ctx:
         with pytest.raises(ValueError, match="needs signal_shape"):

@@ -38,7 +38,7 @@ def test_any_bytes_are_refused_or_waited_on(said: bytes, marked: bool) -> None:
     try:
         parse(data)
     except NoMessageError as error:
-        assert "is no message of Tessel" in str(error)
+        assert "is not a message of Tessel" in str(error)
 
 
 @settings(max_examples=100, deadline=None)

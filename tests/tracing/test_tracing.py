@@ -427,7 +427,7 @@ def test_files_that_are_no_traces(tmp_path: Path, capsys: Any) -> None:
     for content in ("{", "{}", "[1]"):
         wrong.write_text(content)
         assert command(["trace", str(wrong)]) == 2
-        assert "is no trace" in capsys.readouterr().err
+        assert "is not a trace" in capsys.readouterr().err
     assert command(["trace", str(tmp_path / "none.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

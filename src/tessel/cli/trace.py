@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Read, print, draw, and return 2 for what is no trace."""
+    """Read, print, draw, and return 2 for what is not a trace."""
     try:
         found = read(args.file)
         if args.json:
@@ -149,10 +149,10 @@ def _loaded(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no trace: {error}") from error
+        raise ValueError(f"{path} is not a trace: {error}") from error
     if not isinstance(trace, dict) or not {"traceEvents", "tessel"} <= trace.keys():
         raise ValueError(
-            f"{path} is no trace of Tessel: `with tessel.trace(...)` and `tessel run --trace` "
+            f"{path} is not a trace of Tessel: `with tessel.trace(...)` and `tessel run --trace` "
             f"write them"
         )
     return trace

@@ -145,7 +145,7 @@ class Layout:
         """
         lengths = tuple(as_int(length) for length in shape)
         if len(axes) != len(lengths):
-            raise ValueError(f"one axis or None for each of {lengths} is needed, got {axes}")
+            raise ValueError(f"expected one axis or None for each of {lengths}, got {axes}")
         partition.axes(axis for axis in axes if axis is not None)
         cuts = tuple(
             Cut.whole(length)
@@ -205,7 +205,7 @@ class Layout:
     def grow(self, halo: Sequence[tuple[int, int]]) -> Layout:
         """Every box widened by `halo[d] = (left, right)`, not beyond the global border."""
         if len(halo) != len(self.shape):
-            raise ValueError(f"one pair for each of {self.shape} is needed, got {halo}")
+            raise ValueError(f"expected one pair for each of {self.shape}, got {halo}")
         cuts = tuple(
             Cut(cut.axes, tuple(boxes.grow(part, left, right, length) for part in cut.intervals))
             for cut, (left, right), length in zip(self.cuts, halo, self.shape, strict=True)
@@ -483,6 +483,6 @@ def zero_volume_tensor(
 def _check_dims(partition: Partition, dims: int) -> None:
     if partition.dim != dims:
         raise ValueError(
-            f"a partition with as many axes as the tensor has dimensions is needed: "
-            f"got {partition} for {dims} dimensions"
+            f"expected a partition with as many axes as the tensor has dimensions, got {partition} "
+            f"for {dims} dimensions"
         )

@@ -313,7 +313,7 @@ _APPLY = Move._apply
 
 def _refuse_compilers() -> None:
     if is_compiling():
-        raise NotImplementedError("a movement with `out` cannot be compiled; leave `out` away")
+        raise NotImplementedError("a movement with `out` cannot be compiled; omit `out`")
 
 
 class Stage:

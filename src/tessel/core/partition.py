@@ -155,7 +155,7 @@ class Partition:
         """
         numbers = getattr(mesh, "mesh", None)
         if not isinstance(numbers, torch.Tensor):
-            raise TypeError(f"from_mesh: a torch.distributed.DeviceMesh is needed, got {mesh!r}")
+            raise TypeError(f"from_mesh: expected a torch.distributed.DeviceMesh, got {mesh!r}")
         return cls(tuple(numbers.flatten().tolist()), tuple(numbers.shape))
 
     def to_mesh(self, device_type: str | None = None, names: Sequence[str] | None = None) -> Any:
@@ -169,7 +169,7 @@ class Partition:
             names: of its dimensions, one for each axis.
         """
         if names is not None and len(names) != self.dim:
-            raise ValueError(f"to_mesh: {self.dim} names are needed for {self}, got {names!r}")
+            raise ValueError(f"to_mesh: expected {self.dim} names for {self}, got {names!r}")
         self.check_as_mesh()
         given = None if names is None else tuple(names)
         return transport.mesh_of(self.ranks, self.shape, device_type, given)

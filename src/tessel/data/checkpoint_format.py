@@ -96,8 +96,8 @@ class CheckpointFormat(Format):
         for keys, (name, entry) in _entries(folder).items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(
-                    f"{name!r} of {folder} is no tensor; torch.distributed.checkpoint.load reads "
-                    f"such checkpoints"
+                    f"{name!r} of {folder} is not a tensor; torch.distributed.checkpoint.load "
+                    f"reads such checkpoints"
                 )
             kind = entry.properties
             found[keys] = Stored(tuple(entry.size), kind.dtype, bool(kind.requires_grad))

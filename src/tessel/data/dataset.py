@@ -80,7 +80,7 @@ class PartDataset(Dataset[Any]):
         self._form = tree_unflatten([*range(len(self._sources))], form)
         if not self._sources or not all(isinstance(each, Source) for each in self._sources):
             raise TypeError(
-                f"tessel.data sources such as FromArray(array) are needed, alone or in tuples and "
+                f"expected tessel.data sources such as FromArray(array), alone or in tuples and "
                 f"dicts, got {sources!r}"
             )
         self._where = (
@@ -90,7 +90,7 @@ class PartDataset(Dataset[Any]):
         )
         for each in self._where:
             if not isinstance(each, Where):
-                raise TypeError(f"where: a Partition or a Layout is needed, got {each!r}")
+                raise TypeError(f"where: expected a Partition or a Layout, got {each!r}")
         grids = [each.partition if isinstance(each, Layout) else each for each in self._where]
         self.partition: Partition = grids[0]
         if any(grid != self.partition for grid in grids):
@@ -112,7 +112,7 @@ class PartDataset(Dataset[Any]):
         lengths = {len(each) for each in self._sources}
         if len(lengths) > 1:
             raise ValueError(
-                f"sources of one length are needed, got {[len(each) for each in self._sources]}"
+                f"expected sources of one length, got {[len(each) for each in self._sources]}"
             )
         return lengths.pop()
 

@@ -105,7 +105,7 @@ def load(
         form = next((each() for each in FORMATS if each.is_in(folder)), None)
         if form is None:
             missing = ValueError if folder.exists() else FileNotFoundError
-            raise missing(f"{path} is no folder of zarr, and none of a checkpoint")
+            raise missing(f"{path} is neither a folder of zarr nor one of a checkpoint")
         stored = form.stored(folder)
         if isinstance(where, Mapping):
             _check_names("where", where, stored)
@@ -131,15 +131,15 @@ def _spread(keys: Keys, value: Any) -> Tensor:
         name = f"{'/'.join(keys)!r}: " if keys else ""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"{name}dense tensors, and dicts of them, are needed, got {kind}")
+            raise TypeError(f"{name}expected dense tensors, and dicts of them, got {kind}")
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"{name}a tessel.Tensor or a plain tensor is needed, got {type(value).__name__}; "
+                f"{name}expected a tessel.Tensor or a plain tensor, got {type(value).__name__}; "
                 f"of a DTensor, tessel.from_dtensor makes one"
             )
         value = Tensor(value, shared_whole(world(), tuple(value.shape)))
     if value.layout.blocks:
-        raise NotImplementedError(f"{value.layout} has blocks, which are no boxes of one tensor")
+        raise NotImplementedError(f"{value.layout} has blocks, which are not boxes of one tensor")
     return value
 
 

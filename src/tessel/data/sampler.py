@@ -58,11 +58,11 @@ class PartSampler(Sampler[list[int]]):
             given = (length, partition, batch_size, shuffle, sampler is None, seed, drop_last)
             facts.append(repr((*given, batch_axis)))
             if shuffle and sampler is not None:
-                raise ValueError("a sampler says the order: shuffle=True cannot be said beside it")
+                raise ValueError("shuffle=True cannot be combined with a sampler")
             are_numbers = isinstance(batch_size, int) and isinstance(length, int)
             if not are_numbers or batch_size < 1 or length < 0:
                 raise ValueError(
-                    f"an integer batch_size from 1 on and a length from 0 on are needed, got "
+                    f"expected an integer batch_size from 1 on and a length from 0 on, got "
                     f"{batch_size} and {length}"
                 )
         self.length, self.partition, self.batch_size = length, partition, batch_size

@@ -247,8 +247,8 @@ class LazyArray:
             array = self._array if self._open is None else self._open()
             if not all(hasattr(array, name) for name in ("shape", "dtype", "__getitem__")):
                 raise TypeError(
-                    f"{self}: an array with shape, dtype and slices, its path, or a "
-                    f"function that opens it is needed, got {array!r}"
+                    f"{self}: expected an array with shape, dtype and slices, its path, or a "
+                    f"function that opens it, got {array!r}"
                 )
             self._facts = tuple(map(int, array.shape)), torch_dtype(array.dtype)
             # Not kept: HDF5 gives a process that is forked from here the same open file.

@@ -115,7 +115,7 @@ class ZarrFormat(Format):
             lengths = tuple(int(each) for each in given)
             if len(lengths) != len(shape) or min(lengths, default=1) < 1:
                 raise ValueError(
-                    f"one length from 1 on for each dimension of shape {shape} is needed, got "
+                    f"expected one length from 1 on for each dimension of shape {shape}, got "
                     f"chunks {lengths}{' of ' + '/'.join(keys) if keys else ''}"
                 )
             return lengths

@@ -46,7 +46,7 @@ def init_process_group(group_size: int | None = None) -> None:
     agree(everyone, f"tessel.distributed.init_process_group(group_size={group_size!r})")
     if isinstance(group_size, bool | str):
         raise TypeError(
-            f"init_process_group: a number of workers is needed, got {group_size!r}; backends are "
+            f"init_process_group: expected a number of workers, got {group_size!r}; backends are "
             f"chosen by torch.distributed.init_process_group or tessel run"
         )
     size = everyone.size if group_size is None else as_int(group_size)
@@ -139,7 +139,7 @@ def row_of(partition: Partition | None) -> Partition:
     if partition is None:
         return get_group()
     if not isinstance(partition, Partition):
-        raise TypeError(f"partition: a tessel.Partition or None is needed, got {partition!r}")
+        raise TypeError(f"partition: expected a tessel.Partition or None, got {partition!r}")
     return partition if partition.dim == 1 else Partition(partition.ranks, (partition.size,))
 
 

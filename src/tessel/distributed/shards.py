@@ -329,7 +329,7 @@ def _sharding_along(
 ) -> Sharding | None:
     """The sharding of a shard along a dimension, of which the size of the whole is not known."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: a tensor is needed, got {x!r}")
+        raise TypeError(f"{name}: expected a tensor, got {x!r}")
     if dim is None:
         return None
     place, ndim = as_int(dim), x.ndim

@@ -27,12 +27,12 @@ def slices(
     [(3, 4), (3, 3), (3, 3)]
     """
     if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-        raise ValueError(f"slice: a tensor of at least one dimension is needed, got {tensor!r}")
+        raise ValueError(f"slice: expected a tensor of at least one dimension, got {tensor!r}")
     place, parts = -1 if dim is None else as_int(dim), as_int(num_partitions)
     if not -tensor.ndim <= place < tensor.ndim:
         raise ValueError(f"slice: dim {place} is out of range for shape {tuple(tensor.shape)}")
     if parts < 1:
-        raise ValueError(f"slice: at least one part is needed, got num_partitions={parts}")
+        raise ValueError(f"slice: expected at least one part, got num_partitions={parts}")
     intervals = boxes.balanced(tensor.shape[place], parts)
     cut = tuple(tensor.narrow(place, start, stop - start) for start, stop in intervals)
     return tuple(part.contiguous() for part in cut) if contiguous else cut

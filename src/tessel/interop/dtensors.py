@@ -48,7 +48,7 @@ def from_dtensor(x: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(x, DTensor):
-        raise TypeError(f"from_dtensor: a DTensor is needed, got {type(x).__name__}")
+        raise TypeError(f"from_dtensor: expected a DTensor, got {type(x).__name__}")
     layout = layout_of(x.device_mesh, x.placements, x.shape)
     # The gradient of a summand is that of the sum, which each worker has.
     gradients = [Replicate() if each.is_partial() else each for each in x.placements]
@@ -72,7 +72,7 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
     lengths = tuple(int(length) for length in shape)
     if len(placements) != partition.dim:
         raise ValueError(
-            f"one placement for each of the {partition.dim} dimensions of {mesh} is needed, got "
+            f"expected one placement for each of the {partition.dim} dimensions of {mesh}, got "
             f"{tuple(placements)}"
         )
     axes: dict[int, list[int]] = {dim: [] for dim in range(len(lengths))}
@@ -119,7 +119,7 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
     expected = torch.tensor(partition.ranks).reshape(partition.shape)
     if not (isinstance(grid, torch.Tensor) and torch.equal(grid.cpu().long(), expected)):
         raise ValueError(
-            f"to_dtensor: a DeviceMesh of {partition} is needed, got {mesh!r}; x.move_to("
+            f"to_dtensor: expected a DeviceMesh of {partition}, got {mesh!r}; x.move_to("
             f"tessel.interop.layout_of(mesh, placements, x.shape)) brings the tensor there"
         )
     target = layout_of(mesh, placements, layout.shape)

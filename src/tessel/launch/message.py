@@ -31,12 +31,12 @@ DUMP_STACKS = signal.SIGUSR2
 
 
 class NoMessageError(RuntimeError):
-    """What came from the other process is no message of this module."""
+    """What came from the other process is not a message of this module."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(
-            f"what came from another process of this job is no message of Tessel ({problem}); does "
-            f"the program write to file descriptors that it has not opened?"
+            f"what came from another process of this job is not a message of Tessel ({problem}); "
+            f"does the program write to file descriptors that it has not opened?"
         )
 
 

@@ -324,7 +324,7 @@ def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Modu
     >>> model(torch.ones(1, 2, 8)).sum().backward()
     """
     if limit < 0:
-        raise ValueError(f"fuse_gradients: a limit of bytes, zero or more, is needed, got {limit}")
+        raise ValueError(f"fuse_gradients: expected a limit of bytes, zero or more, got {limit}")
     schedules = [
         schedule for each in module.modules() if (schedule := _schedule_of(each)) is not None
     ]

@@ -101,7 +101,7 @@ def relocator(
 ) -> Relocator:
     """What gives this worker its parts of a state, and the outline of the state on all workers."""
     needs = not rank0_only or places.first.active
-    missing = ["the whole state is needed, got None"] if needs and state is None else []
+    missing = ["expected the whole state, got None"] if needs and state is None else []
     # Before anything is sent, all hear that the first worker has a state. Where each brings one of
     # its own, who has none says so while others say what they have: all raise.
     if rank0_only or missing:

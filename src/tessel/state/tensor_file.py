@@ -202,7 +202,7 @@ class TensorFile:
         try:
             header = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise self._error(f"its header is no JSON: {error}") from error
+            raise self._error(f"its header is not JSON: {error}") from error
         self._check(isinstance(header, dict), "its header is no table")
         self.notes = self._notes(header.pop("__metadata__", {}), text)
         self.entries = {name: self._entry(name, value) for name, value in header.items()}
@@ -288,7 +288,7 @@ class TensorFile:
             is_right = is_right and entry.num_bytes == stop - start
         except (KeyError, TypeError, ValueError):
             is_right = False
-        self._check(is_right, f"what it says of {name!r} is no tensor")
+        self._check(is_right, f"what it says of {name!r} is not a tensor")
         return entry
 
     def _check(self, is_right: bool, problem: str) -> None:

@@ -86,7 +86,7 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
     partition = _partition(where)
     if isinstance(part, Tensor):
         agree(world(), "tessel.from_local of a tensor that is spread")
-        raise TypeError(f"from_local: a plain tensor is needed, got one that is spread, {part}")
+        raise TypeError(f"from_local: expected a plain tensor, got one that is spread, {part}")
     layout, meta = _agreement(partition, where, "tessel.from_local").agree_on(part)
     entered = grad_alike(as_agreed(part, meta, partition.active), meta)
     return Tensor(entered.view_as(entered), layout)
@@ -96,7 +96,7 @@ def _partition(where: Where) -> Partition:
     if isinstance(where, Layout):
         return where.partition
     if not isinstance(where, Partition):
-        raise TypeError(f"where: a tessel.Partition or a tessel.Layout is needed, got {where!r}")
+        raise TypeError(f"where: expected a tessel.Partition or a tessel.Layout, got {where!r}")
     return where
 
 
@@ -112,7 +112,7 @@ def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agree
         for worker, shape in shapes.items():
             if shape != expected:
                 raise ValueError(
-                    f"{label}: the whole tensor is needed on every worker, got shape {expected} on "
+                    f"{label}: expected the whole tensor on every worker, got shape {expected} on "
                     f"worker {first} and {shape} on worker {worker}; for parts write "
                     f"tessel.from_local"
                 )
@@ -328,9 +328,7 @@ def randint(
         places = places[1:]
     given = {"low": 0, **dict(zip(places, bounds, strict=False)), **named}
     if len(bounds) != len(places) or given.keys() != {"low", "high", "size"}:
-        raise TypeError(
-            f"randint([low], high, size, where=...) is needed, got {bounds} and {named}"
-        )
+        raise TypeError(f"expected randint([low], high, size, where=...), got {bounds} and {named}")
     low, high, size = given["low"], given["high"], given["size"]
     if not low < high:
         raise ValueError(f"randint: low must be less than high, got {low} and {high}")

@@ -60,7 +60,7 @@ def explain(what: Any, *args: Any, **kwargs: Any) -> Any:
         return AttentionExplanation(tuple((each.way, each.num_values * size) for each in ways))
     if callable(what) and not hasattr(what, "plan"):
         raise NotImplementedError(
-            f"explain: a distributed operator or torch.nn.functional.scaled_dot_product_attention "
-            f"is needed, got {what}"
+            f"explain: expected a distributed operator or "
+            f"torch.nn.functional.scaled_dot_product_attention, got {what}"
         )
     return explain_operator(what, *args, **kwargs)

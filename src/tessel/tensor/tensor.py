@@ -244,10 +244,10 @@ def layout_on(where: Partition | Layout, shape: Sequence[int]) -> Layout:
     lengths = tuple(shape)
     if isinstance(where, Layout):
         if where.shape != lengths:
-            raise ValueError(f"a layout of shape {lengths} is needed, got {where}")
+            raise ValueError(f"expected a layout of shape {lengths}, got {where}")
         return where
     if not isinstance(where, Partition):
-        raise TypeError(f"where: a tessel.Partition or a tessel.Layout is needed, got {where!r}")
+        raise TypeError(f"where: expected a tessel.Partition or a tessel.Layout, got {where!r}")
     return _balanced(where, lengths)
 
 

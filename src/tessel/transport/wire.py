@@ -169,7 +169,7 @@ def told(everyones: Sequence[bytes]) -> list[Any]:
             item, problem = decode(heard)
         except (ValueError, TypeError) as error:
             raise RuntimeError(
-                f"what worker {place} of the group sent is no message of Tessel ({error}); all "
+                f"what worker {place} of the group sent is not a message of Tessel ({error}); all "
                 f"workers must run the same version of it"
             ) from error
         if problem:

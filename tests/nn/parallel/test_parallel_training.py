@@ -497,7 +497,7 @@ def test_a_mean_over_other_workers_than_the_group_raises(
 
 
 def test_a_truth_value_is_no_group_size() -> None:
-    with pytest.raises(TypeError, match="a number of workers is needed, got True"):
+    with pytest.raises(TypeError, match="expected a number of workers, got True"):
         tessel.distributed.init_process_group(True)
     assert not tessel.distributed.is_initialized()
 

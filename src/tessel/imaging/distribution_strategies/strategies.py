@@ -97,7 +97,7 @@ class WindowStrategy(DistributedSignalStrategy):
         ndim = len(self.signal_shape)
         if dims is None and ndim < 3:
             raise ValueError(
-                f"a signal with {ndim} dimensions has none beside batch and channels; "
+                f"a signal with {ndim} dimensions has none besides batch and channels; "
                 f"say which dimensions are cut"
             )
         given = range(2, ndim) if dims is None else (dims,) if isinstance(dims, int) else dims

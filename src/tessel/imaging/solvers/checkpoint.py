@@ -361,7 +361,8 @@ class _Files:
             try:
                 file = TensorFile(path)
                 if not file.is_checked or file.notes.get(_MARK) != _FORM:
-                    raise ValueError(f"{path} is no checkpoint of a solver, or of another version")
+                    text = "is not a checkpoint of a solver, or one of another version"
+                    raise ValueError(f"{path} {text}")
                 encoded = file.read(_NOTES)
                 if encoded.dtype != torch.uint8 or encoded.dim() != 1:
                     raise ValueError("its notes are no bytes")

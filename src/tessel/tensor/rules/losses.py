@@ -367,7 +367,7 @@ def _check_times(
             )
     if targets.dim() != 2 or targets.shape[0] != samples:
         raise RuntimeError(
-            f"ctc_loss: targets of {samples} samples are needed, got shape {tuple(targets.shape)}"
+            f"ctc_loss: expected targets of {samples} samples, got shape {tuple(targets.shape)}"
         )
     if not 0 <= blank < classes:
         raise RuntimeError("blank must be in label range")
