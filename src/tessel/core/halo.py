@@ -188,14 +188,14 @@ class AsyncHalo:
         the gradient must be made for it, as that of a convolution is.
         """
         if in_transform() or is_compiling():
-            return x, record(self._start, x, False)
+            return x, record(self._start, x)
         own, token = record_several(_SendHalo(self._start, x.new_empty(0)), (x,))
         assert own is not None and token is not None
         return own, token
 
     def wait(self, token: Tensor) -> Tensor:
         """The strips, one after the other in a flat tensor, when they have come."""
-        return record(self._start.second_step, token, False)
+        return record(self._start.second_step, token)
 
 
 _Slot = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows

@@ -56,11 +56,11 @@ class ColumnProduct:
         if needs_weight and records:
             # each worker uses the shared x for the gradient of its own rows: what that is derived
             # by x is summed again
-            x = record(self.use, x, False, anchor)
+            x = record(self.use, x, anchor=anchor)
         of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
         if share is not None:
-            return record(total, share, False, anchor), of_weight, of_bias
+            return record(total, share, anchor=anchor), of_weight, of_bias
         return None if wait is None else wait(), of_weight, of_bias
 
 
