@@ -383,6 +383,24 @@ def test_tests_mirror_the_tree() -> None:
     assert len(names) == len(set(names)), "workers import a test file by its name alone"
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Also of those that are private: a reader who looks for one finds one."""
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        if component(module) == "examples":  # programs of their own
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(module)
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
+
+
+def test_packages_say_what_they_may_import() -> None:
+    for path in SOURCE.rglob("__init__.py"):
+        if path.parent.name != "examples":
+            assert "may import" in (ast.get_docstring(ast.parse(path.read_text())) or ""), path
+
+
 def test_no_name_hides_a_module() -> None:
     """`tessel.a.b` is the module if there is one, whatever has been imported."""
     hidden = []

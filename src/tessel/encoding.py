@@ -68,7 +68,7 @@ def encode(value: Any) -> bytes:
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
     """The value that was encoded; ValueError if these bytes are not one."""
-    reader = _Reader(memoryview(data).cast("B"))
+    reader = _Decoder(memoryview(data).cast("B"))
     value = reader.value(0)
     if reader.place != len(reader.data):
         raise ValueError(f"{len(reader.data) - reader.place} bytes are left after the value")
@@ -180,7 +180,7 @@ def _run(tag: bytes, data: bytes | memoryview, pieces: list[bytes]) -> None:
     pieces.append(data)  # type: ignore[arg-type]  # join takes any buffer
 
 
-class _Reader:
+class _Decoder:
     """Takes values from bytes, from the left; ValueError for whatever does not fit."""
 
     def __init__(self, data: memoryview) -> None:

@@ -154,7 +154,7 @@ def draw_exchange(
     dims = _drawn_dims(domain, codomain)
     start = _Canvas(before, _Paper(domain, dims), titles[0])
     end = _Canvas(after, _Paper(codomain, dims), titles[1])
-    pieces = list(_Piece.all_of(domain, codomain))
+    pieces = list(_SentPiece.all_of(domain, codomain))
     moved = [piece for piece in pieces if piece.giver != piece.taker]
     start.show_owners()
     for piece in moved:
@@ -178,7 +178,7 @@ def draw_exchange(
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _SentPiece:
     """What one worker takes from one worker: a box of the global tensor."""
 
     giver: int
@@ -186,7 +186,7 @@ class _Piece:
     box: Box
 
     @classmethod
-    def all_of(cls, domain: Layout, codomain: Layout) -> Iterator[_Piece]:
+    def all_of(cls, domain: Layout, codomain: Layout) -> Iterator[_SentPiece]:
         """What all workers take in a move, of their own boxes as well."""
         for taker in codomain.partition.ranks:
             box = codomain.box(taker)
@@ -311,7 +311,7 @@ class _Canvas:
             self._add(self.paper.rectangle(worker), facecolor=colour(worker), **_FILL)
             self._name(worker)
 
-    def show_origins(self, pieces: Iterable[_Piece]) -> None:
+    def show_origins(self, pieces: Iterable[_SentPiece]) -> None:
         """Paint every worker's box in the colours of those from whom it came."""
         # Small pieces lie upon large ones, so that both are seen.
         large_first = sorted(pieces, key=lambda p: (p.taker, -boxes.volume(p.box), p.box))
@@ -371,7 +371,9 @@ def _write(ax: Axes, at: _Point, text: str, **style: Any) -> None:
     ax.figure.text(at[0], at[1], text, transform=ax.transData, **style)
 
 
-def _draw_arrows(start: _Canvas, end: _Canvas, moved: Sequence[_Piece], element_size: int) -> None:
+def _draw_arrows(
+    start: _Canvas, end: _Canvas, moved: Sequence[_SentPiece], element_size: int
+) -> None:
     """One arrow for each piece, in the colour of its giver; those of one giver fan out."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import ConnectionPatch

@@ -391,7 +391,7 @@ def test_gpus_that_the_launcher_has_bound(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(world, "_places", {})
     with pytest.warns(UserWarning, match="2 workers on a host with 1 GPUs"):
         assert not world._has_own_gpu()
-    world._places[world._key()] = world._Place(None, 3, 4, binds_gpus=True)
+    world._places[world._key()] = world._LauncherStore(None, 3, 4, binds_gpus=True)
     assert world._has_own_gpu()
 
 

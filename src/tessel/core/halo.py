@@ -198,7 +198,7 @@ class AsyncHalo:
         return record(self._start.second_step, token)
 
 
-_Slot = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows
+_InTransit = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,9 @@ class _AddHalo:
 class _StartHalo(LinearOperator):
     """The first step of a halo exchange (or of its adjoint, if `adjoint`): send."""
 
-    def __init__(self, halo: Halo, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
+    def __init__(
+        self, halo: Halo, slot: _InTransit, back: _InTransit, adjoint: bool = False
+    ) -> None:
         self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
         self.domain = halo.codomain if adjoint else halo.domain
         self.codomain = halo.codomain
@@ -282,7 +284,9 @@ class _StartHalo(LinearOperator):
 class _WaitHalo(LinearOperator):
     """The second step: wait, and put what came into its place."""
 
-    def __init__(self, halo: Halo, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
+    def __init__(
+        self, halo: Halo, slot: _InTransit, back: _InTransit, adjoint: bool = False
+    ) -> None:
         self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
         self.domain = halo.codomain
         self.codomain = halo.domain if adjoint else halo.codomain

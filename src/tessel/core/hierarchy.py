@@ -127,7 +127,7 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
     adds, copies = _uses(source, target, hosts)
     if not (adds or copies):
         return direct
-    ways = _Ways(source, target, hosts, adds, copies)
+    ways = _TeamPlans(source, target, hosts, adds, copies)
     by_parts = adds and copies and is_in_place and ways.is_long
     return (
         *([ways.add_within(worker)] if adds else []),
@@ -161,7 +161,7 @@ def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
 
 
 @dataclass(frozen=True)
-class _Ways:
+class _TeamPlans:
     """The plans of a movement by teams.
 
     Args:

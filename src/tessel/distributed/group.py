@@ -12,7 +12,7 @@ from tessel.transport import kept_in_job
 
 
 @dataclass
-class _Choice:
+class _DefaultGroup:
     """What `init_process_group` fixed in this job: the group of this worker, or nothing yet."""
 
     group: Partition | None = None
@@ -143,9 +143,9 @@ def row_of(partition: Partition | None) -> Partition:
     return partition if partition.dim == 1 else Partition(partition.ranks, (partition.size,))
 
 
-def _choice() -> _Choice:
+def _choice() -> _DefaultGroup:
     transport.look_for_job()  # another one may have begun, of which nothing is fixed yet
     return _kept()
 
 
-_kept = kept_in_job(_Choice)
+_kept = kept_in_job(_DefaultGroup)

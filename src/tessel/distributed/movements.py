@@ -132,7 +132,7 @@ def _sent_whole(name: str, x: Tensor, row: Partition) -> Tensor:
 
 @kept_in_job
 def _movement(name: str, partition: Partition, dim: int | None, state: State) -> _TensorMovement:
-    kind = _Gather if name == "gather" else _OfOneValue
+    kind = _ShardGather if name == "gather" else _OfOneValue
     return kind(name, partition, dim, state)
 
 
@@ -200,7 +200,7 @@ class _OfOneValue(_TensorMovement):
         return (copying if self.name == "copy" else reducing)(self.P_x, shape)
 
 
-class _Gather(_TensorMovement):
+class _ShardGather(_TensorMovement):
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         dim, sharding = self.place(len(shapes[self.P_x.ranks[0]])), self.state
         size = sharding.size if isinstance(sharding, Sharding) else None

@@ -49,7 +49,7 @@ def adapt_torch(shards: type[Tensor]) -> None:
     if _FSDP in sys.modules:
         _guard_fsdp()
     else:
-        sys.meta_path.insert(0, _Watch())
+        sys.meta_path.insert(0, _ImportGuard())
     # Optimizers step lists of these types in a few kernels, and others one by one; torch's own
     # DTensor adds itself in the same way, there is no public one.
     for known in (of_optimizers, of_utilities):
@@ -73,7 +73,7 @@ def _guard(wrapper: Any, check: Check) -> None:
     wrapper.__init__ = __init__
 
 
-class _Watch(MetaPathFinder):
+class _ImportGuard(MetaPathFinder):
     """Guards FSDP when somebody imports it, which takes a second and few programs do."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:

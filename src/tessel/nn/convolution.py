@@ -64,7 +64,7 @@ class ConvolutionLayer(Weighted):
         return result
 
 
-class _Convolution(ConvolutionLayer):
+class _DistributedConv(ConvolutionLayer):
     rule = convolution
     padding_mode: Any
 
@@ -93,7 +93,7 @@ class _Convolution(ConvolutionLayer):
             )
 
 
-class DistributedConv1d(_Convolution, torch.nn.Conv1d):
+class DistributedConv1d(_DistributedConv, torch.nn.Conv1d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv1d`.
 
     Forward:  y[o, i] = b[o] + Σ_c Σ_t w[o, c, t] x[c, s·i − p + d·t].
@@ -129,7 +129,7 @@ class DistributedConv1d(_Convolution, torch.nn.Conv1d):
     num_dims = 1
 
 
-class DistributedConv2d(_Convolution, torch.nn.Conv2d):
+class DistributedConv2d(_DistributedConv, torch.nn.Conv2d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv2d`.
 
     As `DistributedConv1d`, along two dimensions of space.
@@ -144,7 +144,7 @@ class DistributedConv2d(_Convolution, torch.nn.Conv2d):
     num_dims = 2
 
 
-class DistributedConv3d(_Convolution, torch.nn.Conv3d):
+class DistributedConv3d(_DistributedConv, torch.nn.Conv3d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv3d`.
 
     As `DistributedConv1d`, along three dimensions of space.

@@ -126,11 +126,11 @@ class LocalTransform:
 
 # which library is the fastest, or how often it was not asked yet
 _measured: dict[Any, str | int] = {}
-_plans: dict[Any, list[_Plan]] = {}
+_plans: dict[Any, list[_FftwPlan]] = {}
 _planner = Lock()  # FFTW's is none for several threads
 
 
-class _Plan:
+class _FftwPlan:
     """A plan of FFTW: from tensors of one form to new ones, whose transformed dimensions lie last.
 
     Plans are estimated, not measured: the same ones, and so the same bits, in every run.
@@ -171,7 +171,7 @@ class _Plan:
         return y
 
 
-def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> list[_Plan]:
+def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> list[_FftwPlan]:
     """The plans that make up a transform, one behind the other."""
     kind, dims, n = transform.kind, transform.dims, transform.lengths[-1]
     flags = ("FFTW_ESTIMATE", *(() if aligned else ("FFTW_UNALIGNED",)))
@@ -179,17 +179,17 @@ def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> 
     settings = {"direction": direction, "threads": threads}
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if kind == "rfftn":
-        return [_Plan(like, dims, n // 2 + 1, complex_of(x.dtype), *flags, **settings)]
+        return [_FftwPlan(like, dims, n // 2 + 1, complex_of(x.dtype), *flags, **settings)]
     if kind != "irfftn":
-        return [_Plan(like, dims, n, x.dtype, *flags, **settings)]
+        return [_FftwPlan(like, dims, n, x.dtype, *flags, **settings)]
     real = real_of(x.dtype)
     if len(dims) == 1:
-        return [_Plan(like, dims, n, real, *flags, **settings)]
+        return [_FftwPlan(like, dims, n, real, *flags, **settings)]
     # Others first: what is no transform of real numbers is then read as torch reads it, and the
     # last step may overwrite what it gets.
-    others = _Plan(like, dims[:-1], x.shape[dims[-2]], x.dtype, *flags, **settings)
+    others = _FftwPlan(like, dims[:-1], x.shape[dims[-2]], x.dtype, *flags, **settings)
     flags = (*flags, "FFTW_DESTROY_INPUT")
-    return [others, _Plan(others.room(), dims[-1:], n, real, *flags, **settings)]
+    return [others, _FftwPlan(others.room(), dims[-1:], n, real, *flags, **settings)]
 
 
 @cache

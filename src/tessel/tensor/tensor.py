@@ -272,7 +272,9 @@ def open_part(x: Tensor) -> torch.Tensor:
         # It stays with x: a checkpoint in which x is opened first must not count what it saves,
         # which is not saved when the checkpoint computes again.
         with saved_tensors_hooks(_itself, _itself):
-            x.__dict__["_bridge"] = bridge = record_product(_History(x, inputs), first, *rest)
+            x.__dict__["_bridge"] = bridge = record_product(
+                _WrapperHistory(x, inputs), first, *rest
+            )
         return bridge
 
 
@@ -291,7 +293,7 @@ def made(part: torch.Tensor, layout: Layout) -> Tensor:
     return Tensor(part, layout)
 
 
-class _History:
+class _WrapperHistory:
     """What code that went round torch's functions made of its inputs, and its derivative.
 
     Args:

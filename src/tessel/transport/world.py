@@ -85,7 +85,9 @@ def join(backend: str | None = None) -> bool:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
             _places.clear()
-            _places[_key()] = _Place(store, job.rank, job.workers, binds_gpus=job.binds_gpus)
+            _places[_key()] = _LauncherStore(
+                store, job.rank, job.workers, binds_gpus=job.binds_gpus
+            )
     warn_of_unknown()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
@@ -104,7 +106,7 @@ def join(backend: str | None = None) -> bool:
 
 
 @dataclass
-class _Place:
+class _LauncherStore:
     """Where the workers of a launcher meet. A job may be joined and left several times."""
 
     store: Any
@@ -114,7 +116,7 @@ class _Place:
     binds_gpus: bool = False  # each worker sees its own ones alone
 
 
-_places: dict[tuple[str | None, ...], _Place] = {}  # by what the environment says of them
+_places: dict[tuple[str | None, ...], _LauncherStore] = {}  # by what the environment says of them
 
 
 def _key() -> tuple[str | None, ...]:
@@ -133,7 +135,7 @@ def _rendezvous() -> tuple[Any, int, int]:
         _places.clear()
         limit = time_limit()
         settings: dict[str, Any] = {} if limit is None else {"timeout": limit}
-        _places[key] = _Place(*next(dist.rendezvous("env://", **settings)))
+        _places[key] = _LauncherStore(*next(dist.rendezvous("env://", **settings)))
     place = _places[key]
     place.jobs += 1
     return dist.PrefixStore(f"tessel/{place.jobs}", place.store), place.rank, place.workers

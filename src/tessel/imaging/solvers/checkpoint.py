@@ -45,7 +45,7 @@ _NO_NUMBERS = (  # modules whose objects it does not look into
 
 
 @encodable
-class _Shard(NamedTuple):
+class _ShardFile(NamedTuple):
     """What one worker wrote, of so many."""
 
     iteration: int
@@ -61,8 +61,8 @@ class _Shard(NamedTuple):
 class _Seen(NamedTuple):
     """The files that a worker sees: with their names, without, and of versions before."""
 
-    finished: set[_Shard]
-    unfinished: set[_Shard]
+    finished: set[_ShardFile]
+    unfinished: set[_ShardFile]
     old: set[str]
 
 
@@ -193,7 +193,7 @@ class Checkpoint:
             method: which would resume.
             space: where the image lies.
         """
-        own, problem = _Shard(iteration, _place(space), space.workers.size), ""
+        own, problem = _ShardFile(iteration, _place(space), space.workers.size), ""
         with ExitStack() as stack:  # what not all have written is dropped, also after Ctrl-C
             try:
                 notes, lying = Notes.of(values, history, method, space, self._problem)
@@ -218,7 +218,7 @@ class Checkpoint:
         # A disk may fail here, too: nobody goes on with a generation that another could not name.
         self._tell(problem, "cannot be completed on worker {worker} ({told})", space)
 
-    def _remove_older(self, own: _Shard) -> None:
+    def _remove_older(self, own: _ShardFile) -> None:
         """Remove this worker's files but for the newest, and those of runs on more or fewer."""
         seen = self._seen()
         mine = sorted({e.iteration for e in seen.finished if e[1:] == own[1:]} - {own.iteration})
@@ -270,13 +270,13 @@ class Checkpoint:
         """Iterations, newest first, how many workers wrote each, and what is wrong with it."""
         seen: dict[int, _Seen] = tell(space.workers, self._finished(space))
         old = sorted(set[str]().union(*(each.old for each in seen.values())))
-        finished = set[_Shard]().union(*(each.finished for each in seen.values()))
+        finished = set[_ShardFile]().union(*(each.finished for each in seen.values()))
         found = sorted({(s.iteration, s.size == len(seen), s.size) for s in finished})
         if old and not found:
             yield 0, 0, f"is of an earlier version of Tessel, whose {old[0]} this one cannot read"
         for iteration, is_own, size in reversed(found):
             # A worker reads its own file if there are as many workers as there were, else all.
-            shards = [_Shard(iteration, place, size) for place in range(size)]
+            shards = [_ShardFile(iteration, place, size) for place in range(size)]
             some = "" if is_own else f" of {size} workers, and this run has {len(seen)}"
             missing = (
                 f"lacks iteration-{iteration:08d}/{shard.name}{some}: worker {worker} does not "
@@ -312,7 +312,7 @@ class Checkpoint:
                     match = _NAME.fullmatch(f"{folder.name}/{name}")
                     if match is None:
                         continue
-                    shard = _Shard(*map(int, match.groups()[:3]))
+                    shard = _ShardFile(*map(int, match.groups()[:3]))
                     if match[4] is None:
                         seen.old.add(match[0])
                     elif shard.place < shard.size:
@@ -325,7 +325,7 @@ class Checkpoint:
         if said:
             raise ValueError(f"the checkpoint in {self.folder} {said}")
 
-    def _path(self, shard: _Shard) -> Path:
+    def _path(self, shard: _ShardFile) -> Path:
         return Path(self.folder) / f"iteration-{shard.iteration:08d}" / shard.name
 
 
@@ -357,7 +357,7 @@ class _Files:
     def _opened(self, places: Iterable[int]) -> str:
         self._files, self._notes = [], []
         for place in places:
-            path = self._checkpoint._path(_Shard(self._iteration, place, self._size))
+            path = self._checkpoint._path(_ShardFile(self._iteration, place, self._size))
             try:
                 file = TensorFile(path)
                 if not file.is_checked or file.notes.get(_MARK) != _FORM:

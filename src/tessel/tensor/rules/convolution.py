@@ -359,7 +359,7 @@ def convolve_parts(
     # numbers that tests change: what is kept of a layout must follow them
     strips = overlapped_convolution
     least = strips.LEAST_VALUES_ON_GPU if x.is_cuda else strips.LEAST_VALUES
-    way = _Way.of(layout, settings, least, strips.LEAST_RATIO, strips.LARGEST_SHARE)
+    way = _ConvolutionWay.of(layout, settings, least, strips.LEAST_RATIO, strips.LARGEST_SHARE)
     target, reads = way.target, way.reads
     weight, bias = used(weight, layout), used(bias, layout)
     if layout.is_outside:
@@ -377,7 +377,7 @@ def convolve_parts(
 
 
 @dataclass(frozen=True)
-class _Way:
+class _ConvolutionWay:
     """How a convolution with a weight that all workers have is computed.
 
     Attributes:
@@ -398,13 +398,13 @@ class _Way:
         least_values: int,
         least_ratio: int,
         largest_share: float,
-    ) -> _Way:
+    ) -> _ConvolutionWay:
         shape = convolved(layout.shape, settings)
         target = layout.resized(shape)
         channel = len(shape) - settings.num_dims - 1
         only_batch = not any(map(layout.is_split, range(channel, len(shape))))
         if layout.is_outside or (only_batch and layout.cuts[0] == target.cuts[0]):
-            return _Way(target, None, None)
+            return _ConvolutionWay(target, None, None)
         strips = None
         if settings.mode == "zeros" and all(before == after for before, after in settings.widths):
             windows = settings.windows(tuple(before for before, _ in settings.widths))
@@ -412,7 +412,7 @@ class _Way:
             # be large beside the weight. With a least of 0, as in tests, strips are always taken.
             least = least_values and max(least_values, least_ratio * prod(settings.weight))
             strips = overlapped_convolution.stripped(layout, target, windows, least, largest_share)
-        return _Way(target, planned(layout, target, settings.channels, settings), strips)
+        return _ConvolutionWay(target, planned(layout, target, settings.channels, settings), strips)
 
 
 def _convolved(

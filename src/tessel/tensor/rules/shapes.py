@@ -90,7 +90,7 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 @dataclass
-class _Slot:
+class _SplitSlot:
     """Where a block of dimensions can be split, before and after: along the first of them.
 
     Their first dimensions vary slowest, so an interval of them is a run of the values. It is one
@@ -106,7 +106,7 @@ class _Slot:
     intervals: tuple[Interval, ...] = ((0, 1),)  # of units
 
     @classmethod
-    def of(cls, layout: Layout, after: Shape, block: Block) -> _Slot | None:
+    def of(cls, layout: Layout, after: Shape, block: Block) -> _SplitSlot | None:
         """The place where a block can be split, with the axes that do so now and may stay."""
         dims, new = block
         if not dims or not new:
@@ -169,7 +169,7 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
         return layout, shared_whole(partition, after)
     blocks = _blocks(layout.shape, after)
     slots = {
-        block: slot for block in blocks if (slot := _Slot.of(layout, after, block)) is not None
+        block: slot for block in blocks if (slot := _SplitSlot.of(layout, after, block)) is not None
     }
     for block in blocks:
         own = slots.get(block)
