@@ -8,7 +8,7 @@ keep for later; libraries may take some of their own on top. Times follow from a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -113,7 +113,6 @@ class Counter:
     storage: Mapping[Leaf, Layout]
     columns: int = 1
     machine: Machine | None = None
-    _shares: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
         """What each step costs a worker."""
@@ -135,7 +134,9 @@ class Counter:
                 arriving = num_messages(line.after, line.before, worker)
                 source = self._bytes(line.before, line.dtype_before, worker)
                 target = self._bytes(line.after, line.dtype_after, worker)
-                inside = self._share_inside(line.before, line.after)
+                network, inside = None if self.machine is None else self.machine.network, 1.0
+                if network is not None and line.before.partition.size > network.workers_per_host:
+                    inside = share_inside(line.before, line.after, network.workers_per_host)
                 seconds = self._sending(
                     max(messages, arriving), max(sent, received), inside, line.before.partition.size
                 )
@@ -161,16 +162,6 @@ class Counter:
         if network.bisection:
             seconds += outside * num_bytes * workers / network.bisection
         return seconds
-
-    def _share_inside(self, before: Layout, after: Layout) -> float:
-        """Which share of what workers send goes to others of their host."""
-        network = None if self.machine is None else self.machine.network
-        if network is None or before.partition.size <= network.workers_per_host:
-            return 1.0
-        key = id(before), id(after)  # of lines that live as long as this counts
-        if key not in self._shares:
-            self._shares[key] = share_inside(before, after, network.workers_per_host)
-        return self._shares[key]
 
     def parameter_bytes(self, worker: int) -> int:
         """What a worker stores of the parameters."""

@@ -325,6 +325,7 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
     return takers - (common_numel(own, box_of(after, worker)) > 0)
 
 
+@lru_cache(maxsize=1024)
 def share_inside(before: Layout, after: Layout, workers_per_host: int) -> float:
     """Which share of what the workers of a host send then stays inside of it.
 

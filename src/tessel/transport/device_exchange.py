@@ -78,25 +78,21 @@ class DeviceExchange:
             self._put(values)
         for box in boxes.values():
             box.taken.record()
-        refused = Note(REFUSED).tensor()
-        self._hear({w: boxes[w].answer if w in boxes else refused for w in posted})
+        # give and get answers to what was posted; what was refused is staged
+        no, heard = Note(REFUSED).tensor(), {worker: _note_room() for worker in self._posted}
+        self._exchange({w: boxes[w].answer if w in boxes else no for w in posted}, heard)()
+        refused = {}
+        for worker, own in self._posted.items():
+            if own.is_taken(heard[worker]):
+                self._mailboxes.release(worker, own)
+            else:
+                self._mailboxes.refuse(worker, own.device)
+                refused[worker] = own.message(self._go[worker])
+        self._staged.update(self._to_host(refused))
         rooms = {worker: self._room(self._places[worker]) for worker in late}
         self._exchange({w: x for w, x in self._staged.items() if w in near}, rooms)()
         if late:
             self._put({**values, **{w: room.to(self._device) for w, room in rooms.items()}})
-
-    def _hear(self, answers: Mapping[int, Tensor]) -> None:
-        """Give and get answers to what was posted; what was refused is staged."""
-        heard = {worker: _note_room() for worker in self._posted}
-        self._exchange(answers, heard)()
-        refused = {}
-        for worker, box in self._posted.items():
-            if box.is_taken(heard[worker]):
-                self._mailboxes.release(worker, box)
-            else:
-                self._mailboxes.refuse(worker, box.device)
-                refused[worker] = box.message(self._go[worker])
-        self._staged.update(self._to_host(refused))
 
     def _put(self, values: Mapping[int, Tensor]) -> None:
         """Put what came to its place, in the order of the receives, in which sums are made."""

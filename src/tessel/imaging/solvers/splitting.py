@@ -71,22 +71,18 @@ def fidelity_prox(
     # is, the rest that they believe in is the true one.
     if check:
         wrong = (x - u - gamma * fidelity.grad(u)) - values["rest"]
-        _check_quadratic(fidelity, wrong, x, float(values["scale"].detach()), space)
+        off, scale = space.numbers((wrong, wrong), (x, x)).tolist()
+        scale = max(scale, float(values["scale"].detach()))
+        # These are squares: a thousandth of the image. Rounding in float32 makes 3e-4 of it where
+        # gamma ∇f is ten thousand times as steep as ‖u - x‖² / 2, and less elsewhere.
+        if not off <= 1e-6 * scale:
+            raise ValueError(
+                f"{type(fidelity).__name__}: its gradient is not that of a quadratic function (off "
+                f"by {(off / scale) ** 0.5:.1g}), so that its prox cannot be computed; give it a "
+                f"method prox(x, gamma=...), or take a method that needs gradients only, such as "
+                f"PGD"
+            )
     return u
-
-
-def _check_quadratic(fidelity: Any, wrong: Tensor, x: Tensor, least: float, space: Space) -> None:
-    """Raise ValueError on all workers if what is wrong is more than rounding of an image."""
-    off, scale = space.numbers((wrong, wrong), (x, x)).tolist()
-    scale = max(scale, least)
-    # These are squares: a thousandth of the image. Rounding in float32 makes 3e-4 of it where
-    # gamma ∇f is ten thousand times as steep as ‖u - x‖² / 2, and less elsewhere.
-    if not off <= 1e-6 * scale:
-        raise ValueError(
-            f"{type(fidelity).__name__}: its gradient is not that of a quadratic function (off by "
-            f"{(off / scale) ** 0.5:.1g}), so that its prox cannot be computed; give it a method "
-            f"prox(x, gamma=...), or take a method that needs gradients only, such as PGD"
-        )
 
 
 @dataclass(frozen=True)
