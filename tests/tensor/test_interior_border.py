@@ -47,7 +47,7 @@ def random_cases(count: int, seed: int) -> list[Case]:
     return cases
 
 
-def check_in_pieces(cases: list[Case]) -> int:
+def check_interior_and_border(cases: list[Case]) -> int:
     """All cases, in pieces wherever that is possible; how many were."""
     count = 0
     apply, before = interior_border.InteriorBorderPool.apply, interior_border.LEAST_VALUES
@@ -70,7 +70,7 @@ def check_in_pieces(cases: list[Case]) -> int:
 
 @pytest.mark.parametrize("seed", range(repeats(3)))
 def test_pieces_give_what_torch_gives(run: Run, seed: int) -> None:
-    counts = run(check_in_pieces, random_cases(80, seed), nprocs=4, timeout=100)
+    counts = run(check_interior_and_border, random_cases(80, seed), nprocs=4, timeout=100)
     assert counts[0] >= 20
 
 

@@ -411,17 +411,17 @@ class Watch:
                 statuses[worker] = self._board_of().read(worker)
                 new += statuses[worker].needs
         beats = BEATS if all(each.interrupt is None for each in waits) else BEATS_OF_WIRE
-        settled = {w for w, each in statuses.items() if self._is_settled(w, each, mine, beats)}
+        unchanged = {w for w, each in statuses.items() if self._is_unchanged(w, each, mine, beats)}
         for each in waits:
             if fault := each.fault():
                 return fault
-            for worker in settled.intersection(each.needs):
+            for worker in unchanged.intersection(each.needs):
                 if fault := self._never_comes(worker, each, statuses[worker]):
                     return fault
         busy = [w for w, each in statuses.items() if each.state == BUSY and w != self.worker]
         if busy:
             self._log(waits, sorted(busy))
-        if len(settled) < len(statuses) or any(w.state != WAITS for w in statuses.values()):
+        if len(unchanged) < len(statuses) or any(w.state != WAITS for w in statuses.values()):
             return ""
         # Who all wait for the same have sent what the others need: it is on its way.
         if len({key for each in statuses.values() for key in each.keys}) == 1:
@@ -430,7 +430,7 @@ class Watch:
         both = f"all workers must make the same calls in the same order, but {', '.join(said)}"
         return both + self.notes()
 
-    def _is_settled(self, worker: int, status: Status, mine: Status, beats: int) -> bool:
+    def _is_unchanged(self, worker: int, status: Status, mine: Status, beats: int) -> bool:
         """Whether a worker does what it did when both had looked less often in vain.
 
         All that was sent before its first look has then come, to this worker and to that one.
