@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.context import setting
+from tessel.core.context import is_compiling, setting
 from tessel.core.graph import eagerly
 from tessel.core.linop import in_transform
 from tessel.core.partition import Partition
@@ -170,10 +170,10 @@ def _plain() -> bool:
     """Whether buckets can be used: in plain reverse mode, for what is computed once.
 
     A checkpoint computes again, perhaps after other calls, what was computed before: what it
-    keeps must be the same both times.
+    keeps must be the same both times. In compiled code messages are nodes, and a bucket's are none.
     """
     again = in_backward() or in_checkpoint()
-    return torch.is_grad_enabled() and not in_transform() and not again
+    return torch.is_grad_enabled() and not in_transform() and not again and not is_compiling()
 
 
 @contextmanager
