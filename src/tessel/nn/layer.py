@@ -52,16 +52,14 @@ def enter(agreement: Agreement[Entry], x: Tensor, module: torch.nn.Module) -> Re
     if not is_traced():
         layout, meta = agreement.agree_on(x)
         return entered(x, layout, meta), layout
-    enabled = torch.is_grad_enabled()
-    signature = Signature(
-        tuple(map(int, x.shape)), x.dtype, x.device.type, x.requires_grad and enabled, not enabled
-    )
+    signature = Signature.of(x)
     # A call is traced several times; that it is compiled, workers tell each other once.
     if signature not in agreement.compiled:
         with outside_of_graphs():
             agreement.compiled[signature] = agreement.agree_on(replace(signature, compiles=True))
     layout, meta = agreement.compiled[signature]
-    entering = Entering(layout, agreement, signature, module)
+    label, group = agreement.label, agreement.group
+    entering = Entering(layout, label, group, lambda _: agreement.agree_on(signature)[0], module)
     return entering.apply(entered(x, layout, meta), meta), layout
 
 

@@ -170,7 +170,6 @@ class HaloRegion(HasHandle, nn.Sequential):
         return agreements[state]
 
 
-
 def _chain(module: nn.Module) -> Iterator[nn.Module]:
     """The layers of a region, those of chains inside of it, too, in their order."""
     for child in module.children():
