@@ -108,6 +108,12 @@ def settings_in(module: torch.nn.Module) -> list[Any]:
 _PLAIN = (bool, int, float, str, type(None))
 
 
+def fix_lengths(x: Tensor) -> bool:
+    """Let a compiler take the lengths of a tensor for constants; True."""
+    _ = [len(range(length)) for length in x.shape]
+    return True
+
+
 def in_graphs(holder: str = "") -> Callable[[F], F]:
     """Let compilers have in their graph what a method computes with parts.
 
@@ -115,7 +121,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
     of autograd runs it, on tensors without values. Parameters and buffers are arguments then.
 
     Args:
-        holder: the attribute with the module whose parameters it uses; by default its own object.
+        holder: the attribute with the module whose parameters it uses; by default its own object,
+            which has none if it is no module.
     """
 
     def decorate(method: F) -> F:
@@ -129,15 +136,18 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
                 return torch.compiler.disable(method)(self, *args, **kwargs)
             module = getattr(self, holder) if holder else self
             _be_ready()
-            # a graph is that of a mode: it is made anew when one of these changes
-            modes = [each.training for each in module.modules()]
-            names, values = [], []
-            for key, value in module.named_parameters():
-                names.append(key)
-                values.append(value)
-            for key, value in module.named_buffers():
-                names.append(key)
-                values.append(value)
+            modes: list[bool] = []
+            names: list[str] = []
+            values: list[Tensor] = []
+            if isinstance(module, torch.nn.Module):
+                # a graph is that of a mode: it is made anew when one of these changes
+                modes = [each.training for each in module.modules()]
+                for key, value in module.named_parameters():
+                    names.append(key)
+                    values.append(value)
+                for key, buffer in module.named_buffers():
+                    names.append(key)
+                    values.append(buffer)
             return _called[0](self.handle, name, holder, modes, names, values, args, kwargs)
 
         return cast(F, call)
@@ -174,7 +184,7 @@ def _run(
     caller = object_of(handle)
     module = getattr(caller, holder) if holder else caller
     given = dict(zip(names, values, strict=True))
-    with _reparametrize_module(module, given, tie_weights=True):
+    with _reparametrize_module(module, given, tie_weights=True) if given else nullcontext():
         # By what it is called with, as before 2.13 torch does not say that it traces. Tensors with
         # values come from a backend that runs what Dynamo gives it.
         if detect_fake_mode((values, args, kwargs)) is None:

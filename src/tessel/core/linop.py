@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -269,7 +269,7 @@ class Entering(LinearOperator):
         label: of the call, in the words of its user.
         group: who agrees.
         agree: what agrees in a run, by its values, too, and gives the layout.
-        module: what is compiled: its settings are in the graph as they were.
+        module: what is compiled: its settings are in the graph as they were; an operator has none.
     """
 
     def __init__(
@@ -278,11 +278,11 @@ class Entering(LinearOperator):
         label: str,
         group: transport.Group,
         agree: Callable[[Tensor], Layout],
-        module: torch.nn.Module,
+        module: torch.nn.Module | None = None,
     ) -> None:
         self.domain = self.codomain = layout
         self.label, self.agree = label, agree
-        self.module = weakref.ref(module)
+        self.module = None if module is None else weakref.ref(module)
         self.settings: list[Any] | None = None  # those of the first run
         self.__dict__["_group"] = group
 
@@ -304,7 +304,7 @@ class Entering(LinearOperator):
 
     def _check_settings(self) -> None:
         """Raise if a setting has changed since the first run: the graph has the old one."""
-        module = self.module()
+        module = None if self.module is None else self.module()
         now = [] if module is None else settings_in(module)
         if self.settings is None:
             self.settings = now
@@ -315,6 +315,21 @@ class Entering(LinearOperator):
                 f"{self.label}: {name} is {new}, and this call was compiled with {old}; "
                 f"put it back, or call torch.compiler.reset() on all workers to compile it anew"
             )
+
+
+T = TypeVar("T")
+
+
+def agreed_in_graphs(agreement: Agreement[T], x: Tensor) -> tuple[T, Callable[[], T]]:
+    """What workers conclude of a tensor without values, and what agrees again in a run.
+
+    A call is traced several times; that it is compiled, they tell each other once.
+    """
+    signature = Signature.of(x)
+    if signature not in agreement.compiled:
+        with outside_of_graphs():
+            agreement.compiled[signature] = agreement.agree_on(replace(signature, compiles=True))
+    return agreement.compiled[signature], lambda: agreement.agree_on(signature)
 
 
 class _Passing(LinearOperator):
