@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from tessel import transport
 from tessel.core.context import current_trace, is_compiling, setting
@@ -189,6 +190,8 @@ def _run(
         # values come from a backend that runs what Dynamo gives it.
         if detect_fake_mode((values, args, kwargs)) is None:
             return getattr(caller, name)(*args, **kwargs)
+        # Lengths that are fixed by now are symbols in these tensors still, and no keys of caches.
+        args, kwargs = tree_map_only(Tensor, lambda x: x.view([*map(int, x.shape)]), (args, kwargs))
         trace = Trace()
         caller.__dict__.setdefault("_traces", []).append(trace)
         alone = transport.num_workers() == 1
