@@ -375,6 +375,10 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
 
     setting_names = ("reduction", "full", "eps")
 
+    def can_be_traced(self, *args: Any, **settings: Any) -> bool:
+        """Never: it reads the variance, as torch's own does, which no full graph takes either."""
+        return False
+
     def forward(  # type: ignore[override]
         self, input: Tensor, target: Tensor, var: Tensor | float
     ) -> Tensor:
@@ -382,11 +386,6 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
 
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
         target, var = args
-        if is_traced():
-            raise NotImplementedError(
-                f"{self!r} cannot be compiled with fullgraph=True, as torch.nn.GaussianNLLLoss "
-                f"cannot: it reads the values of var. Call it outside of the compiled function"
-            )
         if not isinstance(var, Tensor):
             return self.agree_on_target(x, target, layout, f" with var={var!r}"), var
         # the target first: its note tells those apart that pass a number and those that do not

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tessel.core.boxes import Box
 from tessel.core.graph import fix_lengths, in_graphs
-from tessel.core.handles import HasHandle
+from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.shared import equalize
@@ -295,8 +295,8 @@ class OperatorModule(HasHandle, StoredInParts):
             self.register_parameter(name, value)
 
     def can_be_traced(self, x: Tensor) -> bool:
-        """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
-        return fix_lengths(x)
+        """Whether a compiler may have this call in its graph; a `ParReduce` agrees at each call."""
+        return fix_lengths(x) and not _reduces(self.handle)
 
     @in_graphs()
     def forward(self, x: Tensor) -> Tensor:
@@ -317,6 +317,11 @@ class OperatorModule(HasHandle, StoredInParts):
 
     def extra_repr(self) -> str:
         return repr(self.operator)
+
+
+@constant_in_graphs
+def _reduces(handle: str) -> bool:
+    return bool(object_of(handle).operator.reductions)
 
 
 @overload

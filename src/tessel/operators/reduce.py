@@ -11,7 +11,7 @@ from torch import Tensor
 from tessel import transport
 from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed, same
 from tessel.core.layout import Layout
-from tessel.core.linop import LinearOperator, is_traced
+from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.partition import Partition, world
 from tessel.core.shared import Replicate, grad_alike
@@ -73,11 +73,6 @@ class ParReduce(Leaf):
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if not self.partition.active:
             return x.clone()
-        if is_traced():
-            raise NotImplementedError(
-                f"{self} cannot be compiled with fullgraph=True in a module of an operator: it "
-                f"agrees at each call. Call tessel.nn.AllSumReduce behind the module"
-            )
         # Copies of a sum are one shared value: where some worker needs its gradient, all do.
         operator, meta = self._agreement.agree_on(x)
         return operator.apply(grad_alike(as_agreed(x, meta, True), meta))
