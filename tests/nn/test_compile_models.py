@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +14,24 @@ import torch
 from torch import Tensor, nn
 
 import tessel
+from tessel.models import FNO
 from tessel.nn import (
     DistributedAvgPool2d,
     DistributedBatchNorm,
+    DistributedBCELoss,
     DistributedConv2d,
     DistributedConvTranspose2d,
+    DistributedCrossEntropyLoss,
     DistributedGroupNorm,
     DistributedMaxPool2d,
+    DistributedMSELoss,
     DistributedUpsample,
+    DistributedUpsamplingBilinear2d,
+    HaloRegion,
     distribute_module,
+    fuse_gradients,
 )
+from tessel.operators import ParDFT, ParIdentity, ParMatrix, distribute, kron
 
 Run = Callable[..., list[Any]]
 
@@ -39,6 +48,7 @@ LAYERS: dict[str, Callable[[Any], nn.Module]] = {
     "batch norm": lambda P: DistributedBatchNorm(P, 2),
     "group norm": lambda P: DistributedGroupNorm(P, 1, 2),
     "upsample": lambda P: DistributedUpsample(P, scale_factor=2, mode="bilinear"),
+    "corners": lambda P: DistributedUpsamplingBilinear2d(P, scale_factor=2),
 }
 
 
@@ -281,3 +291,103 @@ def branch() -> str:
 def test_workers_that_take_different_branches_raise(run: Run) -> None:
     for found in run(branch, nprocs=2, timeout=SECONDS):
         assert "all workers must make the same calls in the same order" in found
+
+
+# -- what agrees on more than its input, or has another way to parts -------------------------------
+
+
+def region(P: tessel.Partition) -> nn.Module:
+    first, last = (DistributedConv2d(P, 2, 2, 3, padding=1) for _ in range(2))
+    return HaloRegion(first, nn.ReLU(), last)
+
+
+def fno(P: tessel.Partition) -> nn.Module:
+    return FNO(P, 2, 2, width=3, modes=1, blocks=2)
+
+
+def fused(P: tessel.Partition) -> nn.Module:
+    return fuse_gradients(nn.Sequential(DistributedConv2d(P, 2, 2, 3, padding=1), nn.ReLU()))
+
+
+def operator(P: tessel.Partition) -> nn.Module:
+    """Along the last two dimensions, with a matrix whose values are parameters."""
+    kind = torch.float64
+    A = kron(*(ParIdentity(kind, n) for n in (2, 2, 7)), ParMatrix(kind, 5, 6))
+    return distribute(A, P).module()
+
+
+@pytest.mark.parametrize(
+    ("make", "nprocs"),
+    [(region, 1), (region, 3), (fno, 1), (fno, 3), (fused, 2), (operator, 1), (operator, 3)],
+)
+def test_ways_of_their_own(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
+    rows = [7, 7] if make is operator else [7, 7, 10]
+    run(compile_module, make, "aot_eager", rows, make is region, nprocs=nprocs, timeout=SECONDS)
+
+
+def test_empty_parts_of_regions_and_transforms(run: Run) -> None:
+    for make in (region, fno):
+        run(compile_module, make, "aot_eager", [2], False, nprocs=3, timeout=SECONDS)
+
+
+def transform() -> None:
+    """An operator without parameters may be called in compiled code as it is."""
+    torch._dynamo.reset()
+    A = distribute(kron(ParDFT(torch.float64, 6), ParIdentity(torch.float64, 5)), world_row())
+    x = A.layout_in.local_part(torch.arange(30.0, dtype=torch.float64).reshape(6, 5).sin())
+    found = []
+    for call in (
+        torch.compile(lambda x: A(x * 2).abs(), fullgraph=True, backend="aot_eager"),
+        lambda x: A(x * 2).abs(),
+    ):
+        own = x.clone().requires_grad_()
+        y = call(own)
+        (y.square() * (1 + tessel.world().rank)).sum().backward()
+        found.append([y, own.grad])
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
+def world_row() -> list[int]:
+    return [1, tessel.world().size]
+
+
+def test_transforms(run: Run) -> None:
+    run(transform, nprocs=2, timeout=SECONDS)
+
+
+LOSSES: dict[str, Callable[[Any], nn.Module]] = {
+    "squares": DistributedMSELoss,
+    "units": DistributedBCELoss,
+    "classes": lambda P: DistributedCrossEntropyLoss(P, weight=torch.tensor([1.0, 3.0])),
+}
+
+
+def compile_loss(name: str) -> list[str]:
+    """Values, and gradients, of runs with other targets; a value that one worker may not have."""
+    torch._dynamo.reset()
+    P = grid()
+    loss = LOSSES[name](P).double()
+    fast = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for shift in (0.0, 1.0):
+        target: Any = part(P, 4).add(shift).cos().square()
+        if name == "classes":
+            target = target[:, 0].round().long()
+        found = []
+        for call in (fast, loss):
+            x = part(P, 4).square().requires_grad_()
+            value = call(x, target)
+            (value * (1 + P.rank)).backward()
+            found.append([value, x.grad])
+        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+    wrong = target + 2 if P.rank == 1 else target
+    pairs = ((fast, wrong), (loss, wrong), (fast, target))
+    return [said(partial(call, x, given)) for call, given in pairs]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(run: Run, name: str) -> None:
+    for compiled, eager, last in run(compile_loss, name, nprocs=2, timeout=SECONDS):
+        assert last == "nothing", last
+        expected = {"squares": "nothing", "units": "of target should be", "classes": "is none of"}
+        assert expected[name] in eager, eager
+        assert expected[name] in compiled, compiled

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from tessel import transport
 from tessel.core.context import current_trace, is_compiling, setting
@@ -92,6 +93,13 @@ NO_DRAWING_IN_GRAPHS = (
 )
 
 
+NOT_IN_GRAPHS = (
+    "this call cannot be in a graph, and is made outside of it: it is given a spread tensor, or a "
+    "shard that no layer of the compiled code gave, or reads values. Leave out fullgraph=True, or "
+    "leave it out of the compiled code"
+)
+
+
 def settings_in(module: torch.nn.Module) -> list[Any]:
     """The plain attributes and the hooks of a module and all in it, which a graph cannot see."""
     found: list[Any] = []
@@ -102,10 +110,20 @@ def settings_in(module: torch.nn.Module) -> list[Any]:
                 found.append((name, value))
             elif name.endswith("_hooks") and value:
                 found.append((name, tuple(value)))
+        for name, view in each.__dict__.get("_plain", {}).items():
+            with torch._C.DisableTorchFunctionSubclass():
+                is_own = getattr(each, name).data_ptr() == view.data_ptr()
+            found.append((f"the memory of {name}", "its own" if is_own else "that of another"))
     return found
 
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def fix_lengths(x: Tensor) -> bool:
+    """Let a compiler take the lengths of a tensor for constants; True."""
+    _ = [len(range(length)) for length in x.shape]
+    return True
 
 
 def in_graphs(holder: str = "") -> Callable[[F], F]:
@@ -115,7 +133,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
     of autograd runs it, on tensors without values. Parameters and buffers are arguments then.
 
     Args:
-        holder: the attribute with the module whose parameters it uses; by default its own object.
+        holder: the attribute with the module whose parameters it uses; by default its own object,
+            which has none if it is no module.
     """
 
     def decorate(method: F) -> F:
@@ -125,24 +144,51 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return method(self, *args, **kwargs)
-            if not self.can_be_traced(*args, **kwargs):
+            kinds = [_kind_of(each) for each in (*args, *kwargs.values())]
+            if UNKNOWN in kinds or not self.can_be_traced(*args, **kwargs):
+                torch._dynamo.graph_break(msg=f"{type(self).__name__}: {NOT_IN_GRAPHS}")
                 return torch.compiler.disable(method)(self, *args, **kwargs)
             module = getattr(self, holder) if holder else self
             _be_ready()
-            # a graph is that of a mode: it is made anew when one of these changes
-            modes = [each.training for each in module.modules()]
-            names, values = [], []
-            for key, value in module.named_parameters():
-                names.append(key)
-                values.append(value)
-            for key, value in module.named_buffers():
-                names.append(key)
-                values.append(value)
-            return _called[0](self.handle, name, holder, modes, names, values, args, kwargs)
+            modes: list[bool] = []
+            names: list[str] = []
+            values: list[Tensor] = []
+            if isinstance(module, torch.nn.Module):
+                # a graph is that of a mode: it is made anew when one of these changes
+                modes = [each.training for each in module.modules()]
+                own = self.plain_parameters() if hasattr(self, "plain_parameters") else None
+                for key, value in module.named_parameters() if own is None else own.items():
+                    names.append(key)
+                    values.append(value)
+                for key, buffer in module.named_buffers():
+                    names.append(key)
+                    values.append(buffer)
+            result = _called[0](
+                self.handle, name, holder, modes, names, values, kinds, args, kwargs
+            )
+            kind = _kind_given(self.handle) if hasattr(self, "gives_kinds") else None
+            return result if kind is None else result.as_subclass(kind)
 
         return cast(F, call)
 
     return decorate
+
+
+# Compiled code knows tensors by their classes, and not by attributes. What a class says of a tensor
+# is its `graph_attribute`, a name and a value; a `graph_key` tells such classes apart.
+graph_kinds: dict[str, type] = {}
+UNKNOWN = "?"  # the key of a class that does not say it
+
+
+def _kind_of(x: Any) -> str:
+    """The key of the class of a tensor, or nothing."""
+    return getattr(type(x), "graph_key", "") if isinstance(x, Tensor) else ""
+
+
+@constant_in_graphs
+def _kind_given(handle: str) -> type | None:
+    """The class of what a method gave when it was last traced, if it says something."""
+    return graph_kinds.get(object_of(handle).__dict__.get("_given_kind", ""))
 
 
 _called: list[Callable[..., Any]] = []  # what runs a method in a graph, when a compiler is there
@@ -165,6 +211,7 @@ def _run(
     modes: list[bool],
     names: list[str],
     values: list[Tensor],
+    kinds: list[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -174,16 +221,29 @@ def _run(
     caller = object_of(handle)
     module = getattr(caller, holder) if holder else caller
     given = dict(zip(names, values, strict=True))
-    with _reparametrize_module(module, given, tie_weights=True):
+    with _reparametrize_module(module, given, tie_weights=True) if given else nullcontext():
         # By what it is called with, as before 2.13 torch does not say that it traces. Tensors with
         # values come from a backend that runs what Dynamo gives it.
         if detect_fake_mode((values, args, kwargs)) is None:
+            _say(kinds, (*args, *kwargs.values()))
             return getattr(caller, name)(*args, **kwargs)
+        # Lengths that are fixed by now are symbols in these tensors still, and no keys of caches.
+        args, kwargs = tree_map_only(Tensor, lambda x: x.view([*map(int, x.shape)]), (args, kwargs))
+        _say(kinds, (*args, *kwargs.values()))
         trace = Trace()
         caller.__dict__.setdefault("_traces", []).append(trace)
         alone = transport.num_workers() == 1
         with setting(current_trace, trace), nullcontext() if alone else NoDrawing():
-            return getattr(caller, name)(*args, **kwargs)
+            result = getattr(caller, name)(*args, **kwargs)
+        caller.__dict__["_given_kind"] = getattr(result, "graph_key", "")
+        return result
+
+
+def _say(kinds: list[str], given: tuple[Any, ...]) -> None:
+    """Let tensors have the attributes that their classes in compiled code stand for."""
+    for key, x in zip(kinds, given, strict=True):
+        if key:
+            setattr(x, *graph_kinds[key].graph_attribute)  # type: ignore[attr-defined]
 
 
 def eagerly(function: F) -> F:

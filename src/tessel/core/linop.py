@@ -7,12 +7,12 @@ operator itself, and the gradient is its adjoint.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -266,23 +266,25 @@ class Entering(LinearOperator):
 
     Args:
         layout: of the tensor.
-        agreement: of the call; its conclusion begins with the layout.
-        signature: what this worker brings to it.
-        module: what is compiled: its settings are in the graph as they were.
+        label: of the call, in the words of its user.
+        group: who agrees.
+        agree: what agrees in a run, by its values, too, and gives the layout.
+        module: what is compiled: its settings are in the graph as they were; an operator has none.
     """
 
     def __init__(
         self,
         layout: Layout,
-        agreement: Agreement[Any],
-        signature: Signature,
-        module: torch.nn.Module,
+        label: str,
+        group: transport.Group,
+        agree: Callable[[Tensor], Layout],
+        module: torch.nn.Module | None = None,
     ) -> None:
         self.domain = self.codomain = layout
-        self.agreement, self.signature = agreement, signature
-        self.module = weakref.ref(module)
+        self.label, self.agree = label, agree
+        self.module = None if module is None else weakref.ref(module)
         self.settings: list[Any] | None = None  # those of the first run
-        self.__dict__["_group"] = agreement.group
+        self.__dict__["_group"] = group
 
     @property
     def H(self) -> LinearOperator:
@@ -292,17 +294,17 @@ class Entering(LinearOperator):
         if is_compiling():
             return placed(x, self)
         self._check_settings()
-        layout, *_ = self.agreement.agree_on(self.signature)
+        layout = self.agree(x)
         if layout != self.domain:
             raise ValueError(
-                f"{self.agreement.label}: this call was compiled for {self.domain}, and not for "
+                f"{self.label}: this call was compiled for {self.domain}, and not for "
                 f"{layout}; compiled calls have fixed shapes on all workers"
             )
         return x.clone()
 
     def _check_settings(self) -> None:
         """Raise if a setting has changed since the first run: the graph has the old one."""
-        module = self.module()
+        module = None if self.module is None else self.module()
         now = [] if module is None else settings_in(module)
         if self.settings is None:
             self.settings = now
@@ -310,9 +312,24 @@ class Entering(LinearOperator):
             pairs = zip_longest(now, self.settings, fillvalue=("a module", None))
             (name, new), (_, old) = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"{self.agreement.label}: {name} is {new}, and this call was compiled with {old}; "
+                f"{self.label}: {name} is {new}, and this call was compiled with {old}; "
                 f"put it back, or call torch.compiler.reset() on all workers to compile it anew"
             )
+
+
+T = TypeVar("T")
+
+
+def agreed_in_graphs(agreement: Agreement[T], x: Tensor) -> tuple[T, Callable[[], T]]:
+    """What workers conclude of a tensor without values, and what agrees again in a run.
+
+    A call is traced several times; that it is compiled, they tell each other once.
+    """
+    signature = Signature.of(x)
+    if signature not in agreement.compiled:
+        with outside_of_graphs():
+            agreement.compiled[signature] = agreement.agree_on(replace(signature, compiles=True))
+    return agreement.compiled[signature], lambda: agreement.agree_on(signature)
 
 
 class _Passing(LinearOperator):

@@ -49,7 +49,7 @@ def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding |
     These are pointwise functions of shards with one sharding and one shape, and of values beside
     them that need no gradient.
     """
-    if not _is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Sharding:
+    if not is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Sharding:
         return None
     sharding, shape, derives = state_of(args[0]), args[0].shape, torch.is_grad_enabled()
     for each in args[1:]:
@@ -71,7 +71,7 @@ def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding |
 
 
 @lru_cache(maxsize=1024)
-def _is_always_pointwise(name: str) -> bool:
+def is_always_pointwise(name: str) -> bool:
     """Whether a function of this name is pointwise, whatever arguments it has."""
     base = plain_name(name)
     several = base in REDUCTIONS or base in _OF_SEVERAL or base in ("where", "data", "set")
@@ -166,7 +166,7 @@ def shardings_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return []
     inner, first = name.removeprefix(EACH), args[0]
     states = [state_of(each) for each in first]
-    if not _is_always_pointwise(inner) or any(
+    if not is_always_pointwise(inner) or any(
         isinstance(state, UnknownSharding) for state in states
     ):
         return []

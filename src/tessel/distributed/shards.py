@@ -6,16 +6,19 @@ import sys
 from collections.abc import Iterable
 from copy import deepcopy
 from operator import index as as_int
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from tessel.core.agreement import agree
 from tessel.core.context import is_compiling
-from tessel.core.graph import eagerly
+from tessel.core.graph import UNKNOWN, eagerly, graph_kinds
+from tessel.core.handles import constant_in_graphs
+from tessel.core.linop import is_traced
 from tessel.core.partition import Partition, world
 from tessel.distributed import propagation, spreading
 from tessel.distributed import torch_call as calls
@@ -68,14 +71,20 @@ class Shard(Tensor):
 
     _tessel_sharding: Sharding | UnknownSharding
     _is_param: bool = False
+    graph_key: str = UNKNOWN
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for each in types:
-            if not issubclass(cls, each):
+            if not issubclass(cls, each) and not issubclass(each, Shard):
                 return NotImplemented  # a spread tensor, which makes one of the shard
+        if torch.compiler.is_dynamo_compiling():
+            return _in_graph(func, args, kwargs or {})
+        if isinstance(func, OpOverload) and func.namespace == "tessel":  # a node of a graph
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         if is_compiling():
             return _computed(func, args, kwargs or {})
         name = calls.name_of(func)
@@ -162,6 +171,61 @@ class Shard(Tensor):
             return restored, (plain, self.requires_grad, self._is_param, values, called)
 
 
+# -- in compiled code -----------------------------------------------------------------------------
+
+
+def kind_of(sharding: Sharding) -> type[Shard]:
+    """The class of shards with this sharding: in compiled code tensors have no attributes."""
+    key = f"{in_values(sharding)} of {id(sharding.partition.prepare())}"
+    if key not in graph_kinds:
+        said = {"graph_key": key, "graph_attribute": (ATTRIBUTE, sharding), ATTRIBUTE: sharding}
+        graph_kinds[key] = type("Shard", (Shard,), {**said, "__module__": __name__})
+    return graph_kinds[key]
+
+
+def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What Dynamo has in place of `_computed`: functions of each element keep a sharding."""
+    first: Any = args[0] if args else None
+    key = getattr(type(first), "graph_key", "")
+    is_read = func.__name__ == "__get__"
+    fits = is_read or (key not in ("", UNKNOWN) and _keeps_shardings(func.__name__))
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in args[1:]:
+            if isinstance(each, Tensor):
+                is_shard = isinstance(each, Shard)
+                learns = torch.is_grad_enabled() and each.requires_grad
+                same = getattr(type(each), "graph_key", "") == key if is_shard else not learns
+                alike = each.shape == first.shape or (each.ndim == 0 and not is_shard)
+                fits = fits and same and alike
+            elif isinstance(each, tuple | list):
+                fits = False
+        for each in kwargs.values():
+            if isinstance(each, Tensor | tuple | list):
+                fits = False
+        if fits:
+            result: Any = func(*args, **kwargs)
+            if is_read and not isinstance(result, Tensor):
+                return result  # a shape, or another fact
+            if not is_read and isinstance(result, Tensor):
+                return result.as_subclass(_graph_kind(key))
+    torch._dynamo.graph_break(
+        msg="a shard goes through a graph from one parallel layer to the next in functions of each "
+        "element alone, beside numbers and shards of the same sharding: this function is called "
+        "outside of it. Leave out fullgraph=True, or gather before"
+    )
+    return _computed(func, args, kwargs)
+
+
+@constant_in_graphs
+def _keeps_shardings(name: str) -> bool:
+    return propagation.is_always_pointwise(name)
+
+
+@constant_in_graphs
+def _graph_kind(key: str) -> type:
+    return graph_kinds[key]
+
+
 def restored(
     plain: Tensor,
     requires_grad: bool,
@@ -236,6 +300,11 @@ def _check(call: calls.TorchCall) -> None:
 @eagerly
 def as_shard(x: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
     """The same tensor, as a shard; gradients pass. `x` itself stays as it is."""
+    if is_traced():  # which has its class when it leaves the trace
+        assert isinstance(sharding, Sharding)
+        setattr(x, ATTRIBUTE, sharding)
+        x.graph_key = kind_of(sharding).graph_key  # type: ignore[attr-defined]
+        return cast(Shard, x)
     adapt_torch(Shard)  # it may become a buffer
     with torch._C.DisableTorchFunctionSubclass():
         return _become(x.as_subclass(Tensor), sharding)
@@ -314,7 +383,7 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
     <class 'torch.Tensor'>
     """
     sharding = _sharding_along(x, dim, partition, "register_parallel_dim")
-    if isinstance(x, torch.nn.Parameter) or type(x) not in (Tensor, Shard):
+    if isinstance(x, torch.nn.Parameter) or not (type(x) is Tensor or isinstance(x, Shard)):
         return note(x, sharding)
     if sharding is not None:
         adapt_torch(Shard)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tessel.core.agreement import Agreement
-from tessel.core.graph import eagerly
+from tessel.core.graph import in_graphs
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.machine import keep_freed_memory
@@ -33,7 +33,7 @@ class Model(ComputingLayer):
         keep_freed_memory()
         self.schedule = buckets.BucketSchedule()
 
-    @eagerly
+    @in_graphs()
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         """As a layer does; gradients of shared parameters travel in few messages."""
         if self.P_x.size == 1:  # whose gradients need no messages

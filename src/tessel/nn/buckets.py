@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.context import setting
-from tessel.core.graph import eagerly
+from tessel.core.context import is_compiling, setting
 from tessel.core.linop import in_transform
 from tessel.core.partition import Partition
 from tessel.core.shared import GradientBucket, Replicate, current_buckets
@@ -170,10 +169,10 @@ def _plain() -> bool:
     """Whether buckets can be used: in plain reverse mode, for what is computed once.
 
     A checkpoint computes again, perhaps after other calls, what was computed before: what it
-    keeps must be the same both times.
+    keeps must be the same both times. In compiled code messages are nodes, and a bucket's are none.
     """
     again = in_backward() or in_checkpoint()
-    return torch.is_grad_enabled() and not in_transform() and not again
+    return torch.is_grad_enabled() and not in_transform() and not again and not is_compiling()
 
 
 @contextmanager
@@ -270,9 +269,10 @@ class BucketedForward:
         layers = [each for each in self.module.modules() if isinstance(each, Layer)]
         return list(dict.fromkeys(each for layer in layers for each in layer.partitions()))
 
-    @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
+        if is_compiling():  # gradients are summed one by one there
+            return forward(self.module, *args, **kwargs)
         with in_buckets(self.schedule, self.module.parameters()):
             self._agree(foreseen())
             return forward(self.module, *args, **kwargs)

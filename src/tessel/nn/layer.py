@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -13,11 +12,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed
-from tessel.core.graph import in_graphs, outside_of_graphs
+from tessel.core.agreement import Agreement, TensorMeta, as_agreed
+from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, is_traced
+from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
@@ -52,17 +51,9 @@ def enter(agreement: Agreement[Entry], x: Tensor, module: torch.nn.Module) -> Re
     if not is_traced():
         layout, meta = agreement.agree_on(x)
         return entered(x, layout, meta), layout
-    enabled = torch.is_grad_enabled()
-    signature = Signature(
-        tuple(map(int, x.shape)), x.dtype, x.device.type, x.requires_grad and enabled, not enabled
-    )
-    # A call is traced several times; that it is compiled, workers tell each other once.
-    if signature not in agreement.compiled:
-        with outside_of_graphs():
-            agreement.compiled[signature] = agreement.agree_on(replace(signature, compiles=True))
-    layout, meta = agreement.compiled[signature]
-    entering = Entering(layout, agreement, signature, module)
-    return entering.apply(entered(x, layout, meta), meta), layout
+    (layout, meta), again = agreed_in_graphs(agreement, x)
+    agrees = agreement.label, agreement.group, lambda _: again()[0]
+    return Entering(layout, *agrees, module).apply(entered(x, layout, meta), meta), layout
 
 
 def fix_shapes(arguments: Any) -> bool:
@@ -71,7 +62,7 @@ def fix_shapes(arguments: Any) -> bool:
         if isinstance(each, SpreadTensor):
             return False
         if isinstance(each, Tensor):
-            _ = [len(range(length)) for length in each.shape]
+            fix_lengths(each)
     return True
 
 

@@ -6,16 +6,21 @@ torch would refuse. What they have are spread tensors then, and the loss is torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import agree, remember
+from tessel.core.agreement import Signature, agree, remember
 from tessel.core.checksum import checksum
 from tessel.core.context import setting
+from tessel.core.graph import outside_of_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.nn.layer import Layer, Result
+from tessel.core.linop import Entering, is_traced
+from tessel.nn.layer import Layer, Result, entered
 from tessel.nn.loss_agreement import (
     FINE,
     Beside,
@@ -67,15 +72,56 @@ class DistributedLossBase(Layer):
         """The weights, whole."""
         return tuple(getattr(self, name) for name in self.weight_names)
 
-    def agree_on(self, name: str, value: Any, said: Said, note: str = "") -> Beside:
+    def agree_on(
+        self,
+        name: str,
+        value: Any,
+        said: Callable[[Any], Said],
+        conclude: Callable[[Beside], Layout],
+        note: str = "",
+    ) -> SpreadTensor:
+        """Another tensor than the input, spread as all workers conclude from what they hold of it.
+
+        Args:
+            name: of the tensor.
+            value: this worker's part of it.
+            said: what this worker says of its values.
+            conclude: the layout of it; raises, on all workers, for what does not fit.
+            note: what else tells this call from others.
+        """
+        if not is_traced():
+            agreed = self._learn(name, value, said(value), note)
+            return agreed.spread(value, conclude(agreed))
+        # Without values: these are told in each run. As in `enter`, workers tell each other once
+        # that a call is compiled.
+        signature = Signature.of(value)
+        compiled = self.__dict__.setdefault("_agreements", {})
+        key = name, note, signature, self._settings
+        if key not in compiled:
+            with outside_of_graphs():
+                compiled[key] = self._learn(name, replace(signature, compiles=True), FINE, note)
+        agreed = compiled[key]
+        layout = conclude(agreed)
+        entering = Entering(
+            layout,
+            f"the {name} of {self!r}",
+            self.P_x.prepare(),
+            lambda x: conclude(self._learn(name, signature, said(x), note)),
+            self,  # type: ignore[arg-type]
+        )
+        return SpreadTensor(
+            entering.apply(entered(value, layout, agreed.meta), agreed.meta), layout
+        )
+
+    def _learn(self, name: str, value: Any, said: Said, note: str) -> Beside:
         """Learn from all workers what they hold of another tensor than the input."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
-        key = (note, self._settings, *map(_version, self.weights))
+        weights = () if is_traced() else self.weights  # which have no values in a trace
+        key = (note, self._settings, *map(_version, weights))
         calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
         if key not in calls:
-            sums = ", ".join(f"{checksum(each):x}" for each in self.weights if each is not None)
-            weights = f" with weights of checksum {sums}" if sums else ""
-            label = f"{self!r}{note}{weights}"
+            sums = ", ".join(f"{checksum(each):x}" for each in weights if each is not None)
+            label = f"{self!r}{note}" + (f" with weights of checksum {sums}" if sums else "")
             remember(calls, key, (label, f"{label} {self._settings}"))
         call, identity = calls[key]  # in words, and all in which workers must be alike
         [(shapes, meta)], numbers = agree(
@@ -123,14 +169,12 @@ class _Elementwise(DistributedLossBase):
     def agree_on_target(
         self, x: Tensor, target: Tensor, layout: Layout, note: str = ""
     ) -> SpreadTensor:
-        agreed = self.agree_on("target", target, self.said_of(x, target), note)
-        agreed.check_parts(layout, layout)
-        agreed.check_values()
-        return agreed.spread(target, layout)
+        said = self.said_of(x)
+        return self.agree_on("target", target, said, lambda each: each.fitting(layout), note)
 
-    def said_of(self, x: Tensor, target: Any) -> Said:
+    def said_of(self, x: Tensor) -> Callable[[Any], Said]:
         """What torch would not take in the values of this worker's parts."""
-        return FINE
+        return lambda target: FINE
 
 
 class DistributedL1Loss(_Elementwise, torch.nn.L1Loss):
@@ -226,8 +270,15 @@ class DistributedBCELoss(_Elementwise, torch.nn.BCELoss):
 
     weight_names = ("weight",)
 
-    def said_of(self, x: Tensor, target: Any) -> Said:
-        return said_of_units(x, target)
+    def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
+        if is_traced():  # the values of x are there in a run alone
+            x = self.agree_on("input", x, said_of_units, lambda each: each.fitting(layout)).local
+        return super().compute(x, layout, *args, **settings)
+
+    def said_of(self, x: Tensor) -> Callable[[Any], Said]:
+        if is_traced():
+            return partial(said_of_units, first=2)
+        return partial(said_of_units, x)
 
 
 class DistributedBCEWithLogitsLoss(_Elementwise, torch.nn.BCEWithLogitsLoss):
@@ -324,6 +375,10 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
 
     setting_names = ("reduction", "full", "eps")
 
+    def can_be_traced(self, *args: Any, **settings: Any) -> bool:
+        """Never: it reads the variance, as torch's own does, which no full graph takes either."""
+        return False
+
     def forward(  # type: ignore[override]
         self, input: Tensor, target: Tensor, var: Tensor | float
     ) -> Tensor:
@@ -335,13 +390,11 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
             return self.agree_on_target(x, target, layout, f" with var={var!r}"), var
         # the target first: its note tells those apart that pass a number and those that do not
         goal = self.agree_on_target(x, target, layout, " and var")
-        agreed = self.agree_on("var", var, said_of_variance(var, layout))
+        agreed = self._learn("var", var, said_of_variance(var, layout), "")
         dim = narrow_dim(agreed.shapes, layout)
         if dim is None:
-            agreed.check_parts(layout, layout)
+            return goal, agreed.spread(var, agreed.fitting(layout))
         agreed.check_values()
-        if dim is None:
-            return goal, agreed.spread(var, layout)
         agreed.check_copies(layout, layout.cuts[dim].axes)
         var = var if var.ndim == len(layout.shape) else var.unsqueeze(-1)
         return goal, agreed.spread(var, without(layout, (dim,), True)[1])
@@ -365,16 +418,20 @@ class _OverClasses(DistributedLossBase):
         dim = class_dim(len(layout.shape))
         # where classes are split, all workers that have some must have been given the same targets
         is_copy = layout.is_split(dim)
-        said = said_of_classes(target, layout.shape[dim], self.ignore_index, is_copy)
-        agreed = self.agree_on("target", target, said)
-        num_dims = len(next(iter(agreed.shapes.values())))
-        is_probable = self.takes_probabilities and num_dims == len(layout.shape)
-        expected = layout if is_probable else without(layout, (dim,), False)[1]
-        agreed.check_parts(layout, expected)
-        agreed.check_values()
-        if is_copy and not is_probable:
-            agreed.check_copies(layout, layout.cuts[dim].axes)
-        return (agreed.spread(target, expected),)
+
+        def said(target: Any) -> Said:
+            return said_of_classes(target, layout.shape[dim], self.ignore_index, is_copy)
+
+        def conclude(agreed: Beside) -> Layout:
+            num_dims = len(next(iter(agreed.shapes.values())))
+            if self.takes_probabilities and num_dims == len(layout.shape):
+                return agreed.fitting(layout)
+            agreed.fitting(layout, samples := without(layout, (dim,), False)[1])
+            if is_copy:
+                agreed.check_copies(layout, layout.cuts[dim].axes)
+            return samples
+
+        return (self.agree_on("target", target, said, conclude),)
 
 
 class DistributedCrossEntropyLoss(_OverClasses, torch.nn.CrossEntropyLoss):

@@ -64,6 +64,12 @@ class Beside:
                 kind, text = _FAULTS[fault - 1]
                 raise kind(f"{self.loss!r}: {text}, on worker {worker}")
 
+    def fitting(self, layout: Layout, expected: Layout | None = None) -> Layout:
+        """Where parts lie that torch takes: as those of the input, if `expected` says nothing."""
+        self.check_parts(layout, expected or layout)
+        self.check_values()
+        return expected or layout
+
     def check_copies(self, layout: Layout, axes: Sequence[int]) -> None:
         """Raise ValueError if workers along `axes` hold other values, by their checksums."""
         partition = layout.partition
@@ -89,11 +95,10 @@ def _misfit(parts: tuple[tuple[int, Shape], ...], layout: Layout) -> tuple[int, 
     return next((each for each in parts if each[1] != layout.shape_on(each[0])), None)
 
 
-def said_of_units(x: Tensor, target: Any) -> Said:
-    """What a worker says of an input and a target whose values must lie in [0, 1]."""
-    if not _within_unit(x):
-        return 1, 0
-    return FINE if _within_unit(target) else (2, 0)
+def said_of_units(*given: Any, first: int = 1) -> Said:
+    """What a worker says of an input and a target, or the `first` of both, in [0, 1]."""
+    faults = (number for number, each in enumerate(given, first) if not _within_unit(each))
+    return next(faults, 0), 0
 
 
 def _within_unit(x: Any) -> bool:

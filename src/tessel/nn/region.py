@@ -19,7 +19,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from tessel.core.agreement import Agreement
-from tessel.core.graph import eagerly
+from tessel.core.graph import in_graphs
+from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
@@ -30,7 +31,7 @@ from tessel.nn.layer import (
     Layer,
     Result,
     compute_spread,
-    entered,
+    enter,
     lies_alone,
     needs_of,
     parts_agreement,
@@ -65,7 +66,7 @@ _PADDINGS: dict[type[nn.Module], str] = {
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class HaloRegion(nn.Sequential):
+class HaloRegion(HasHandle, nn.Sequential):
     """A chain of layers over a partitioned tensor that fetches the halo of all of them at once.
 
     Forward:  y = f_k(… f_1(x)), of which each worker computes its part of y from what the chain
@@ -91,6 +92,9 @@ class HaloRegion(nn.Sequential):
     torch.Size([1, 2, 6])
     """
 
+    _derived = HasHandle._derived | {"_agreements", "_traces"}  # agreements hold groups
+    can_be_traced = Layer.can_be_traced
+
     def __init__(self, *layers: nn.Module | OrderedDict[str, nn.Module]) -> None:
         if len(layers) == 1 and type(layers[0]) in (nn.Sequential, HaloRegion):
             layers = (OrderedDict(layers[0].named_children()),)  # type: ignore[union-attr]
@@ -103,7 +107,7 @@ class HaloRegion(nn.Sequential):
         """Where the tensor lies; None for a region of torch's own layers."""
         return next((each.P_x for each in _chain(self) if isinstance(each, Layer)), None)
 
-    @eagerly
+    @in_graphs()
     def forward(self, input: Tensor) -> Tensor:
         if self.P_x is None:
             result: Tensor = super().forward(input)
@@ -119,8 +123,7 @@ class HaloRegion(nn.Sequential):
         if self.P_x.size == 1:
             layout = lies_alone(self.P_x, tuple(input.shape))
         else:
-            layout, meta = self._agreement(self.P_x).agree_on(input)
-            input = entered(input, layout, meta)
+            input, layout = enter(self._agreement(self.P_x), input, self)
         y, _ = self.compute(input, layout)
         return y
 
@@ -165,10 +168,6 @@ class HaloRegion(nn.Sequential):
             identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
             agreements[state] = parts_agreement(P_x.prepare(), P_x, label, identity)
         return agreements[state]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # agreements hold groups of this process
-        return {name: value for name, value in self.__dict__.items() if name != "_agreements"}
 
 
 def _chain(module: nn.Module) -> Iterator[nn.Module]:

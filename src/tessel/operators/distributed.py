@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import index as as_int
 from typing import Any
@@ -16,7 +16,10 @@ from tessel import transport
 from tessel.core import boxes
 from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, as_agreed, remember
 from tessel.core.boxes import Balanced, Box
+from tessel.core.graph import fix_lengths, in_graphs
+from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
+from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition, world
 from tessel.core.shared import grad_alike
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
@@ -31,6 +34,7 @@ from tessel.operators.layouts import (
     on_grid,
     position,
     refined,
+    with_batch,
     without_ones,
 )
 from tessel.operators.leaf import Leaf
@@ -45,7 +49,7 @@ from tessel.operators.tasks import OperatorTask
 Entry = tuple[Columns, TensorMeta, InputShape]  # what workers agree on before a call
 
 
-class Distributed(ParOperator):
+class Distributed(HasHandle, ParOperator):
     """An operator together with how its tensors lie on workers, and the plan that follows.
 
     Its algebra is that of the operator: products, adjoints and inverses are planned as a whole, so
@@ -72,6 +76,7 @@ class Distributed(ParOperator):
         self.prepare()
 
     _group: transport.Group | None = None
+    _derived = HasHandle._derived | {"_group", "_traces"}
 
     def prepare(self) -> transport.Group:
         """Make the group in which workers agree, all of them together.
@@ -81,15 +86,6 @@ class Distributed(ParOperator):
         if self._group is None:
             self._group = transport.group_of(self.partition.ranks)
         return self._group
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what follows from the rest, or belongs to this process."""
-        kind = type(self)
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name != "_group" and not isinstance(getattr(kind, name, None), cached_property)
-        }
 
     # -- algebra ----------------------------------------------------------------------------------
 
@@ -195,9 +191,15 @@ class Distributed(ParOperator):
 
     # -- application ------------------------------------------------------------------------------
 
+    def can_be_traced(self, x: Tensor, theta: Parameters | None = None) -> bool:
+        """Whether a compiler may have this call in its graph: parameters are those of a module."""
+        return fix_lengths(x) and theta is None and not _has_parameters(self.handle)
+
+    @in_graphs()
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
+        again: Callable[[], Entry] | None = None  # what agrees in each run of compiled code
         if len(self.partition.ranks) == 1:  # nobody to ask
             own = Signature.of(x)
             meta = TensorMeta(x.dtype, x.device.type, own.needs_grad, own.has_tangent)
@@ -212,7 +214,11 @@ class Distributed(ParOperator):
                 self._agreements[state] = Agreement(
                     self.prepare(), label, self.partition.ranks, self._conclude, identity
                 )
-            columns, meta, form = self._agreements[state].agree_on(x)
+            agreement = self._agreements[state]
+            if is_traced():
+                (columns, meta, form), again = agreed_in_graphs(agreement, x)
+            else:
+                columns, meta, form = agreement.agree_on(x)
         values = find_values(self, theta) if self.leaves else {}
         for leaf, value in values.items():
             if value.device.type != meta.device:
@@ -221,7 +227,12 @@ class Distributed(ParOperator):
         x = grad_alike(x, meta) if meta.needs_grad else x
         # Where workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
-        y = self.run(x.reshape(*form.shape, *batch), values, columns)
+        x = x.reshape(*form.shape, *batch)
+        if again is not None:
+            place, told = partial(with_batch, self.plan.source), again
+            agrees = self._label, self.prepare(), lambda _: place(told()[0])
+            x = Entering(place(columns), *agrees).apply(x, meta)
+        y = self.run(x, values, columns)
         return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
 
     def run(
@@ -316,6 +327,11 @@ class Distributed(ParOperator):
     def __repr__(self) -> str:
         plan = self.plan
         return f"distribute({self.expression!r}, {plan.source.brief} → {plan.target.brief})"
+
+
+@constant_in_graphs
+def _has_parameters(handle: str) -> bool:
+    return bool(object_of(handle).leaves)
 
 
 def distribute(

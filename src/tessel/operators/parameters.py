@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tessel.core.boxes import Box
+from tessel.core.graph import fix_lengths, in_graphs
+from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.shared import equalize
@@ -281,8 +283,10 @@ class StoredInParts(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class OperatorModule(StoredInParts):
+class OperatorModule(HasHandle, StoredInParts):
     """An operator as a torch module, which has the operator's own parameters."""
+
+    _derived = HasHandle._derived | {"_traces"}
 
     def __init__(self, operator: Any) -> None:
         super().__init__()
@@ -290,6 +294,11 @@ class OperatorModule(StoredInParts):
         for name, value in own_parameters(operator).items():
             self.register_parameter(name, value)
 
+    def can_be_traced(self, x: Tensor) -> bool:
+        """Whether a compiler may have this call in its graph; a `ParReduce` agrees at each call."""
+        return fix_lengths(x) and not _reduces(self.handle)
+
+    @in_graphs()
     def forward(self, x: Tensor) -> Tensor:
         values = zip(self.operator.leaves, self.parameters(), strict=True)
         theta = Parameters(values, own_values(self.operator).boxes)
@@ -308,6 +317,11 @@ class OperatorModule(StoredInParts):
 
     def extra_repr(self) -> str:
         return repr(self.operator)
+
+
+@constant_in_graphs
+def _reduces(handle: str) -> bool:
+    return bool(object_of(handle).operator.reductions)
 
 
 @overload

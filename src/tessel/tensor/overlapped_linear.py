@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tessel.core.context import is_compiling
 from tessel.core.linop import in_transform, record, record_product
 from tessel.core.move import Move
 from tessel.core.shared import Replicate
@@ -73,7 +74,8 @@ def can_overlap(x: Tensor, weight: Tensor) -> bool:
     """Whether messages may travel while a product is derived: in plain reverse mode."""
     if not (x.requires_grad and torch.is_grad_enabled()) or outlining.get():
         return False
-    return not in_transform() and not torch.is_autocast_enabled(weight.device.type)
+    is_plain = not in_transform() and not is_compiling()
+    return is_plain and not torch.is_autocast_enabled(weight.device.type)
 
 
 def multiply_overlapping(use: Replicate, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

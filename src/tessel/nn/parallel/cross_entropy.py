@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn import _reduction
 
-from tessel.core.agreement import TensorMeta, agree, as_agreed, same
+from tessel.core.agreement import Signature, TensorMeta, agree, as_agreed, same
 from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.context import is_compiling, setting
-from tessel.core.graph import eagerly
+from tessel.core.graph import eagerly, in_graphs, outside_of_graphs
+from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, Shape
+from tessel.core.linop import Entering, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
@@ -30,6 +32,7 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
+from tessel.nn.layer import Layer
 from tessel.nn.loss_agreement import CLASSES, class_dim, samples_of
 from tessel.nn.parallel.agreed import (
     Frozen,
@@ -192,28 +195,63 @@ class ShardedLoss:
         )
 
 
-def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Agreed:
+Tensors = tuple[Tensor, Any, Any]  # the logits, the target and the weight
+
+
+def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[Agreed, Tensors]:
     """Let all workers of the call raise, or know that their tensors fit; one small exchange.
 
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
-    copies that differ would give each worker a loss of its own.
+    copies that differ would give each worker a loss of its own. With the tensors, on which compiled
+    code agrees in each run.
     """
+    x, target, weight = given
+    label, identity = loss.words()
+
+    def told(x: Any, target: Any, *numbers: int) -> Agreed:
+        held, values = agree(
+            loss.partition,
+            label,
+            *(x, target),
+            names=("the input", "the target"),
+            numbers=numbers,
+            identity=identity,
+        )
+        agreed = loss.conclude(*map(frozen, held))
+        num_classes = agreed[0].shape[loss.input.dim]
+        check_copies(values, ("target", "weight"), num_classes, ("target", "classes"), label)
+        return agreed
+
     # The least and the greatest class, which no worker could check for the classes of others, and
     # checksums. All of it is part of the exchange that there is anyway.
-    numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
-    label, identity = loss.words()
-    held, values = agree(
-        loss.partition,
-        label,
-        *(x, target),
-        names=("the input", "the target"),
-        numbers=numbers,
-        identity=identity,
-    )
-    agreed = loss.conclude(*map(frozen, held))
-    num_classes = agreed[0].shape[loss.input.dim]
-    check_copies(values, ("target", "weight"), num_classes, ("target", "classes"), label)
-    return agreed
+    def classes(target: Any) -> tuple[int, int, int]:
+        return range_of(target, CLASSES, loss.measure.ignore_index)
+
+    if not is_traced():
+        return told(x, target, *classes(target), checksum(weight)), (x, target, weight)
+    said = Signature.of(x), Signature.of(target)
+    compiling = [replace(each, compiles=True) for each in said]
+    with outside_of_graphs():
+        agreed = told(compiling[0], compiling[1], 0, -1, 0, 0)
+    layout, group = agreed[0], loss.partition.prepare()
+
+    def whole(value: Tensor) -> Layout:
+        return Layout.whole(loss.partition, value.shape, shared=True)
+
+    def of_target(value: Tensor) -> Layout:
+        layout, *_ = told(*said, *classes(value), 0)
+        return whole(value) if loss.target is None else layout
+
+    def of_weight(value: Tensor) -> Layout:
+        _, values = agree(loss.partition, f"{label}: its weight", numbers=(0, -1, checksum(value)))
+        check_copies(values, ("weight",), 0, ("", ""), label)
+        return whole(value)
+
+    entered = Entering(layout, label, group, lambda _: layout).apply(x, agreed[1])
+    goal = Entering(layout if loss.target is not None else whole(target), label, group, of_target)
+    if weight is not None:
+        weight = Entering(whole(weight), label, group, of_weight).apply(weight)
+    return agreed, (entered, goal.apply(target, agreed[2]), weight)
 
 
 def parallel_cross_entropy(
@@ -293,7 +331,7 @@ def _key_alone(
     return *kinds, kind, sharding, *others
 
 
-class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
+class ParallelCrossEntropyLoss(HasHandle, torch.nn.CrossEntropyLoss):
     """The cross entropy of logits that are whole, or a shard of the classes.
 
     Forward:  L = Σ_n w[y_n]·(log Σ_c exp x[n, c] − x[n, y_n]) / Σ_n w[y_n], on every worker.
@@ -328,6 +366,10 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.partition = partition
 
+    _derived = HasHandle._derived | {"_traces", "_given_kind"}
+    can_be_traced = Layer.can_be_traced
+
+    @in_graphs()
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return parallel_cross_entropy(
             input,
@@ -359,7 +401,7 @@ def _of_whole(
 
 @eagerly
 def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
-    layout, meta, target_meta = agreed_logits(loss, x, target, weight)
+    (layout, meta, target_meta), (x, target, weight) = agreed_logits(loss, x, target, weight)
     # A target that needs a gradient on some workers only would leave these alone in the backward
     # pass: here it needs one on all of them, or on none.
     target = grad_alike(as_agreed(target, target_meta, True), target_meta)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessel.core.agreement import TensorMeta, agree, same
-from tessel.core.graph import eagerly
+from tessel.core.graph import NO_DRAWING_IN_GRAPHS, eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
@@ -50,10 +50,15 @@ class ParallelDropout(torch.nn.Dropout):
         super().__init__(p, inplace)
         self.partition = row_of(partition)
 
-    @eagerly
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0 or isinstance(input, SpreadTensor):
             return super().forward(input)
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=f"ParallelDropout: {NO_DRAWING_IN_GRAPHS}")
+        return self._dropped(input)
+
+    @eagerly
+    def _dropped(self, input: Tensor) -> Tensor:
         state = traced_state(input)
         row = state.partition if isinstance(state, Sharding) else self.partition
         if not row.active:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import Self
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, agree, as_agreed, same
+from tessel.core.agreement import Signature, TensorMeta, agree, as_agreed, same
 from tessel.core.checksum import range_of
-from tessel.core.graph import eagerly
+from tessel.core.graph import eagerly, in_graphs, outside_of_graphs
 from tessel.core.layout import Layout, Shape
+from tessel.core.linop import Entering, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, keep_part
 from tessel.distributed.group import row_of
@@ -27,6 +28,7 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
+from tessel.nn.layer import fix_shapes, is_in_model
 from tessel.nn.parallel.agreed import (
     Frozen,
     agree_on_spread,
@@ -125,27 +127,47 @@ class Lookup:
         return layout
 
 
-def agreed_table(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMeta]:
+def agreed_table(
+    lookup: Lookup, ids: Tensor, weight: Tensor, module: torch.nn.Module | None
+) -> tuple[Layout, TensorMeta, Tensor]:
     """The layout of the whole table, after all workers agreed that they look up the same in it.
 
     One small exchange. All workers raise, or none: ValueError for shards that do not fit together
-    and for ids that differ, IndexError for ids that are no rows of the table.
+    and for ids that differ, IndexError for ids that are no rows of the table. With the ids, on
+    which compiled code agrees in each run.
     """
     needs_grad = getattr(weight, "requires_grad", False) and torch.is_grad_enabled()
     label = f"{lookup.label}{'' if needs_grad else ', without a gradient of the weight'}"
-    (of_ids, of_weight), values = agree(
-        lookup.partition,
-        label,
-        *(ids, weight),
-        names=("the ids", "the weight"),
-        numbers=range_of(ids, INDICES),
-        identity=f"{label} {lookup}",
-    )
-    layout = lookup.conclude(label, frozen(of_ids), frozen(of_weight))
-    check_copies(values, ("ids",), layout.shape[0], ("id", "rows of the table"), lookup.label)
-    return layout, of_weight[1]
+
+    def told(numbers: tuple[int, ...], *brought: Any) -> tuple[Layout, TensorMeta]:
+        (of_ids, of_weight), values = agree(
+            lookup.partition,
+            label,
+            *brought,
+            names=("the ids", "the weight"),
+            numbers=numbers,
+            identity=f"{label} {lookup}",
+        )
+        layout = lookup.conclude(label, frozen(of_ids), frozen(of_weight))
+        check_copies(values, ("ids",), layout.shape[0], ("id", "rows of the table"), lookup.label)
+        return layout, of_weight[1]
+
+    if not is_traced():
+        return *told(range_of(ids, INDICES), ids, weight), ids
+    given = Signature.of(ids), Signature.of(weight)
+    with outside_of_graphs():
+        agreed = told(NO_VALUES, *(replace(each, compiles=True) for each in given))
+    whole = Layout.whole(lookup.partition, ids.shape, shared=True)
+
+    def again(ids: Tensor) -> Layout:
+        told(range_of(ids, INDICES), *given)
+        return whole
+
+    group = lookup.partition.prepare()
+    return *agreed, Entering(whole, lookup.label, group, again, module).apply(ids)
 
 
+NO_VALUES = (0, -1, 0)  # what is said of ids that are not there yet
 DIMS = (None, 0, 1, -1)
 
 
@@ -314,7 +336,12 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         )
         return convert(module, conversion)
 
-    @eagerly
+    def can_be_traced(self, input: Tensor) -> bool:
+        """Whether a compiler may have this call in its graph: not if ids decide what is done."""
+        reads = self.max_norm is not None or self.sparse or self.scale_grad_by_freq
+        return not reads and fix_shapes(input) and not is_in_model()
+
+    @in_graphs()
     def forward(self, input: Tensor) -> Tensor:
         if self.dim is None or isinstance(input, SpreadTensor):  # F.embedding has a rule for it
             return super().forward(input)
@@ -332,7 +359,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             state_of(input),
             self.embedding_dim,
         )
-        return _looked_up(lookup, input, self.weight)
+        return _looked_up(lookup, input, self.weight, self)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -427,13 +454,15 @@ def parallel_embedding(
     return _looked_up(Lookup(row, label, dim, num_embeddings, settings, *shardings), input, weight)
 
 
-def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
+def _looked_up(
+    lookup: Lookup, ids: Tensor, weight: Tensor, module: torch.nn.Module | None = None
+) -> Tensor:
     """The rows of the ids, after all workers agreed that they look up the same."""
     if not lookup.partition.active:
         return weight.new_empty(0)
     ids = as_plain(ids)
     with torch._C.DisableTorchFunctionSubclass():  # the weight itself, of which rows may be scaled
-        layout, meta = agreed_table(lookup, ids, weight)
+        layout, meta, ids = agreed_table(lookup, ids, weight, module)
         settings = lookup.settings.counted_from_front(layout.shape[0])
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core.agreement import Agreement, TensorMeta, agree, same
-from tessel.core.graph import eagerly
+from tessel.core.graph import eagerly, in_graphs
 from tessel.core.layout import Layout, Shape
+from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition
-from tessel.core.shared import equalize
+from tessel.core.shared import equalize, grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards, shard_layout
 from tessel.distributed.shardings import is_wrapped
@@ -186,8 +187,12 @@ def multiply(
     partition: Partition,
     dim: int,
     sizes: tuple[int, int],
+    module: torch.nn.Module | None = None,
 ) -> Tensor:
-    """The product of an input with a weight in shards, which are those of the whole `sizes`."""
+    """The product of an input with a weight in shards, which are those of the whole `sizes`.
+
+    Compiled code looks in each run at the settings of `module`.
+    """
     if not partition.active:
         return x.clone()
     # what the result is, is known here; and to ask a shard for its kind takes microseconds
@@ -210,7 +215,7 @@ def multiply(
             problem=problem_of(x, weight, bias, partition, dim, sizes),
         )
         x = as_plain(x)
-        layout, meta = agreement_on(product).agree_on(x)
+        layout, meta, x = agreed_input(agreement_on(product), x, module)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
     # Beyond one worker the rule of F.linear decides what moves. It must see spread tensors, and so
@@ -223,6 +228,17 @@ def multiply(
             added = None if bias is None else SpreadTensor(as_plain(bias), layouts["bias"])
             y = opened(F.linear(given, own, added))[0]
     return as_shard(y, Sharding(x.ndim - 1, partition, sizes[1])) if dim == COLUMN else y
+
+
+def agreed_input(
+    agreement: Agreement[tuple[Layout, TensorMeta]], x: Tensor, module: torch.nn.Module | None
+) -> tuple[Layout, TensorMeta, Tensor]:
+    """How the whole input lies, its kind, and the input, on which compiled runs agree again."""
+    if not is_traced():
+        return *agreement.agree_on(x), x
+    (layout, meta), again = agreed_in_graphs(agreement, x)
+    agrees = agreement.label, agreement.group, lambda _: again()[0]
+    return layout, meta, Entering(layout, *agrees, module).apply(grad_alike(x, meta), meta)
 
 
 @eagerly
@@ -360,12 +376,13 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
             return super().forward(input)
         return self._multiply(input)
 
-    @eagerly
+    @in_graphs()
     def _multiply(self, x: Tensor) -> Tensor:
         name, split = type(self).__name__, checked_dim(self.dim, "ParallelLinear")
         assert split is not None
         call = f"{name}({self.extra_repr()})", self.partition, split
-        return multiply(x, self.weight, self.bias, *call, (self.in_features, self.out_features))
+        sizes = self.in_features, self.out_features
+        return multiply(x, self.weight, self.bias, *call, sizes, self)
 
     @classmethod
     def convert_parallel_linear(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tessel.core.graph import eagerly
+from tessel.core.graph import in_graphs
+from tessel.core.handles import HasHandle
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import registered
+from tessel.nn.layer import Layer
 
 
-class RegisterParallelDim(torch.nn.Module):
+class RegisterParallelDim(HasHandle, torch.nn.Module):
     """Say that tensors are shards along a dimension, or that they are whole.
 
     Forward:  y = x, with another sharding; `x` itself keeps its own.
@@ -35,7 +37,11 @@ class RegisterParallelDim(torch.nn.Module):
         self.dim = dim
         self.partition = row_of(partition)
 
-    @eagerly
+    _derived = HasHandle._derived | {"_traces", "_given_kind"}
+    gives_kinds = True
+    can_be_traced = Layer.can_be_traced
+
+    @in_graphs()
     def forward(self, input: Tensor) -> Tensor:
         return registered(input, self.dim, self.partition, "RegisterParallelDim")
 

@@ -8,14 +8,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
+from tessel.core.numbers import to_keep
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.shards import Sharding, call, drop_shardings, note, sharding_of, share
+from tessel.nn.layer import Layer
 from tessel.nn.parallel.agreed import agree_on_spread
 
 
-class ShardedLayer(torch.nn.Module):
+class ShardedLayer(HasHandle, torch.nn.Module):
     """A layer of torch's that says where its parameters lie; they carry shardings that say so, too.
 
     A subclass gives `layouts`. Parameters that it does not name are none of this layer's business.
@@ -27,6 +30,9 @@ class ShardedLayer(torch.nn.Module):
 
     dim: int | None = None
     partition: Partition
+    _derived = HasHandle._derived | {"_traces", "_given_kind", "_plain"}
+    gives_kinds = True
+    can_be_traced = Layer.can_be_traced
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -44,7 +50,9 @@ class ShardedLayer(torch.nn.Module):
     def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Self:
         """The layer that one of torch's becomes, with no parameters yet."""
         new = cls.__new__(cls)
-        new.__dict__.update(layer.__dict__)  # hooks, mode and settings are the layer's own
+        # hooks, mode and settings are the layer's own
+        own = {name: each for name, each in vars(layer).items() if name not in cls._derived}
+        new.__dict__.update(own)
         new.__dict__.update(_parameters={}, dim=dim, partition=partition)
         return new
 
@@ -56,8 +64,19 @@ class ShardedLayer(torch.nn.Module):
             )
             equalize(whole, self.partition)
 
+    def plain_parameters(self) -> dict[str, Tensor]:
+        """The parameters as compiled code takes them, which knows of no shardings: as plain views.
+
+        In a run, `settings_in` looks whether they are views of these parameters still.
+        """
+        for each in self._parameters.values():  # a graph is made anew when one of them is another
+            _ = each is None or each.requires_grad
+        _make_plain(self.handle)
+        return self._plain
+
     def _note_shardings(self) -> None:
         """Let the parameters say which shards they are."""
+        self.__dict__.pop("_plain", None)
         if "partition" not in self.__dict__:
             return  # torch's layer is still being made
         layouts = self.layouts
@@ -94,5 +113,17 @@ class ShardedLayer(torch.nn.Module):
         if not keep_vars:  # files contain plain tensors
             drop_shardings(destination, prefix, self._parameters)
 
+    _plain: dict[str, Tensor]
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dim={self.dim}"
+
+
+@constant_in_graphs
+def _make_plain(handle: str) -> bool:
+    layer = object_of(handle)
+    with to_keep(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        layer.__dict__["_plain"] = {
+            name: each.as_subclass(Tensor) for name, each in layer.named_parameters()
+        }
+    return True

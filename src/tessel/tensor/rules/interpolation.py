@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core.boxes import Interval, shift
+from tessel.core.context import is_compiling
 from tessel.core.layout import Layout, Shape
 from tessel.core.numbers import to_keep
 from tessel.core.shared import anchored_zeros
@@ -258,7 +259,8 @@ def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
     each = [(dim, line) for dim, line in enumerate(lines, 2) if line.length is None]
     each.sort(key=lambda entry: (entry[1].field.outputs / entry[1].field.inputs, -entry[0]))
     for dim, line in each:
-        taps = _taps(line.field, line.outputs, line.read, x.dtype, x.device)
+        form = line.field, line.outputs, line.read, x.dtype, x.device
+        taps = _taps(*form) if is_compiling() else _kept_taps(*form)
         result = None if taps else x
         for indices, weights in taps:  # Σ_t w_t · x[index_t] along this dimension
             values = x.index_select(dim, indices)
@@ -272,7 +274,6 @@ def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
     return x
 
 
-@lru_cache(maxsize=1024)
 def _taps(
     field: Interpolation,
     outputs: Interval,
@@ -280,17 +281,25 @@ def _taps(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Taps:
-    """What the outputs read of a tensor that holds `read`; nothing if it is that tensor itself."""
+    """What the outputs read of a tensor that holds `read`; nothing if it is that tensor itself.
+
+    They are kept; a graph has its own.
+    """
     indices, weights = (each[:, slice(*outputs)] for each in field.table)
     indices = indices - read[0]
     local = shift(read, -read[0])
     if len(indices) == 1 and np.array_equal(indices[0], np.arange(*local)):
         return ()
-    with to_keep():
-        return tuple(
-            (
-                torch.tensor(index, device=device),
-                None if len(indices) == 1 else torch.tensor(weight, dtype=dtype, device=device),
-            )
-            for index, weight in zip(indices, weights, strict=True)
+    return tuple(
+        (
+            torch.tensor(index, device=device),
+            None if len(indices) == 1 else torch.tensor(weight, dtype=dtype, device=device),
         )
+        for index, weight in zip(indices, weights, strict=True)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kept_taps(*form: Any) -> Taps:
+    with to_keep():
+        return _taps(*form)

@@ -12,6 +12,7 @@ from torch.linalg import vector_norm
 
 from tessel.core import boxes
 from tessel.core.agreement import TensorMeta
+from tessel.core.context import is_compiling
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.reductions import without
@@ -76,12 +77,19 @@ def look_up(
     start, stop = box[0]
     # without values nobody can say how many ids are rows of this part
     is_mine = (flat >= start) & (flat < stop)
-    mine = flat[:0] if outlining.get() else is_mine.nonzero().squeeze(1)
     padding = options.padding_idx
     if padding is not None:
         padding = padding - start if start <= padding < stop else None
-    rows = _rows(flat[mine] - start, weight, replace(options, padding_idx=padding))
-    share = rows.new_zeros((flat.numel(), rows.shape[1])).index_copy(0, mine, rows)
+    options = replace(options, padding_idx=padding)
+    if is_compiling() and start == stop:
+        share = anchored_zeros((len(flat), weight.shape[1]), weight)
+    elif is_compiling():  # a graph has fixed lengths: rows of others are one of these, times zero
+        rows = _rows((flat - start).clamp(0, stop - start - 1), weight, options)
+        share = torch.where(is_mine.unsqueeze(1), rows, 0)
+    else:
+        mine = flat[:0] if outlining.get() else is_mine.nonzero().squeeze(1)
+        rows = _rows(flat[mine] - start, weight, options)
+        share = rows.new_zeros((flat.numel(), rows.shape[1])).index_copy(0, mine, rows)
     return move(separate, result).apply(share.view(separate.local_shape), meta), result
 
 
