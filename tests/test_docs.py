@@ -285,6 +285,12 @@ def test_the_architecture_names_classes_that_exist():
     assert names <= classes, f"no classes: {names - classes}"
 
 
+def test_the_map_has_every_package_and_the_kernel():
+    told = re.findall(r"`(\w+)`", ARCHITECTURE.partition("## The map")[2].partition("## Inv")[0])
+    paths = [*SOURCE.iterdir(), *(SOURCE / "core").glob("*.py")]
+    assert {path.stem for path in paths if path.stem[0] not in "_."} - {"py"} <= {*told}
+
+
 def test_the_glossary_has_every_class_that_is_not_public():
     """Those of the reference are explained there."""
     reference = (ROOT / "docs" / "reference.md").read_text()
