@@ -83,8 +83,7 @@ class Shard(Tensor):
         if torch.compiler.is_dynamo_compiling():
             return _in_graph(func, args, kwargs or {})
         if isinstance(func, OpOverload) and func.namespace == "tessel":  # a node of a graph
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return func(*calls.mapped(as_plain, args))
         if is_compiling():
             return _computed(func, args, kwargs or {})
         name = calls.name_of(func)
@@ -281,7 +280,13 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "data" and len(args) > 1:
             return _replace(call, func)
         _check(call)
-        result = func(*args, **kwargs)
+        if isinstance(
+            func, OpOverload
+        ):  # as graphs call it, in modes that know plain tensors alone
+            given = calls.mapped(as_plain, (args, kwargs))
+            result = func(*given[0], **given[1])
+        else:
+            result = func(*args, **kwargs)
         if name == "__setitem__" and isinstance(args[0], Shard) and not args[0]._is_param:
             args[0]._tessel_sharding = propagation.state_after_writing(call)
         elif propagation.fills_by_mask(call):
