@@ -43,7 +43,8 @@ class Words(nn.Module):
         self.loss = ParallelCrossEntropyLoss(torch.arange(1.0, classes + 1), ignore_index=1)
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
-        hidden = self.drop(torch.tanh(self.column(self.table(ids))) * 2)
+        hidden = self.drop(2 * torch.tanh(self.column(self.table(ids))))
+        assert hidden.size(0) == hidden.shape[0] == len(ids)
         return self.loss(self.head(self.row(hidden + hidden.sin()).relu()), target)
 
 
