@@ -228,7 +228,7 @@ def _run(
             _say(kinds, (*args, *kwargs.values()))
             return getattr(caller, name)(*args, **kwargs)
         # Lengths that are fixed by now are symbols in these tensors still, and no keys of caches.
-        args, kwargs = tree_map_only(Tensor, lambda x: x.view([*map(int, x.shape)]), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, _with_numbers, (args, kwargs))
         _say(kinds, (*args, *kwargs.values()))
         trace = Trace()
         caller.__dict__.setdefault("_traces", []).append(trace)
@@ -237,6 +237,11 @@ def _run(
             result = getattr(caller, name)(*args, **kwargs)
         caller.__dict__["_given_kind"] = getattr(result, "graph_key", "")
         return result
+
+
+def _with_numbers(x: Tensor) -> Tensor:
+    is_symbolic = any(isinstance(length, torch.SymInt) for length in x.shape)
+    return x.view([*map(int, x.shape)]) if is_symbolic else x
 
 
 def _say(kinds: list[str], given: tuple[Any, ...]) -> None:

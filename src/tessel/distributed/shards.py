@@ -83,8 +83,7 @@ class Shard(Tensor):
         if torch.compiler.is_dynamo_compiling():
             return _in_graph(func, args, kwargs or {})
         if isinstance(func, OpOverload) and func.namespace == "tessel":  # a node of a graph
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return func(*calls.mapped(as_plain, args))
         if is_compiling():
             return _computed(func, args, kwargs or {})
         name = calls.name_of(func)
@@ -185,18 +184,20 @@ def kind_of(sharding: Sharding) -> type[Shard]:
 
 def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What Dynamo has in place of `_computed`: functions of each element keep a sharding."""
-    first: Any = args[0] if args else None
+    first: Any = None
+    for each in args:
+        first = each if first is None and isinstance(each, Tensor) else first
     key = getattr(type(first), "graph_key", "")
-    is_read = func.__name__ == "__get__"
+    is_read = _reads(func.__name__)
     fits = is_read or (key not in ("", UNKNOWN) and _keeps_shardings(func.__name__))
     with torch._C.DisableTorchFunctionSubclass():
-        for each in args[1:]:
+        for each in args:
             if isinstance(each, Tensor):
                 is_shard = isinstance(each, Shard)
                 learns = torch.is_grad_enabled() and each.requires_grad
                 same = getattr(type(each), "graph_key", "") == key if is_shard else not learns
                 alike = each.shape == first.shape or (each.ndim == 0 and not is_shard)
-                fits = fits and same and alike
+                fits = fits and (is_read or (same and alike))
             elif isinstance(each, tuple | list):
                 fits = False
         for each in kwargs.values():
@@ -214,6 +215,11 @@ def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         "outside of it. Leave out fullgraph=True, or gather before"
     )
     return _computed(func, args, kwargs)
+
+
+@constant_in_graphs
+def _reads(name: str) -> bool:
+    return name == "__get__" or name in calls.QUESTIONS
 
 
 @constant_in_graphs
