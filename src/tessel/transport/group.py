@@ -324,10 +324,11 @@ class Group:
             return None
         return ways.host.program(self._code, dtype, gives, takes, early)
 
-    def follow(self, program: CopyProgram, y: Tensor, x: Tensor) -> int:
+    def follow(self, program: CopyProgram, y: Tensor, x: Tensor, room: Tensor | None = None) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
 
-        How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`.
+        How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`. `room` is
+        that of the program.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
@@ -336,7 +337,8 @@ class Group:
         tag = membership.own.tag
         call = tag or ~(self.num_exchanges << 1)
         try:
-            num_received = host.follow(program, y.data_ptr(), x.data_ptr(), call)
+            packed = 0 if room is None else room.data_ptr()
+            num_received = host.follow(program, y.data_ptr(), x.data_ptr(), call, packed)
         except KeyboardInterrupt as error:
             self._break(error)
             raise
@@ -349,14 +351,23 @@ class Group:
         return num_received
 
     def finish(
-        self, program: CopyProgram, x: Tensor, receives: Sequence[ReceiveBuffer], own: Tensor | None
+        self,
+        program: CopyProgram,
+        x: Tensor,
+        receives: Sequence[ReceiveBuffer],
+        own: Tensor | None,
+        room: Tensor | None = None,
     ) -> None:
-        """Take what an exchange of x still waits for, and wait until others have read x."""
+        """Take what an exchange of x still waits for, and wait until others have read x.
+
+        And `room`, in which parts of it may be packed.
+        """
         ways, key, host = self._ways, self._key(begun=1), self._ways.host
         assert host is not None
 
         def take() -> None:
-            unread = host.await_readers(key, program.readers, x)
+            read = (x,) if room is None else (x, room)
+            unread = host.await_readers(key, program.readers, *read)
             host.take(key, receives, own, ways.others)
             if unread:
                 host.wait((), unread, ways.others)
