@@ -555,7 +555,7 @@ class Stage:
         program = self._program(x, y, is_there)
         if program is None:
             return False
-        room = program.room()
+        room = self.group.take_room(program)
         landed = self.group.follow(program, y, x, room)
         if landed not in (program.length, NOTHING):
             self._finish(program, x, y, is_there, landed, room)
@@ -590,7 +590,7 @@ class Stage:
                 y = torch.empty_like(x, memory_format=torch.contiguous_format)
             else:
                 y = x.new_empty(shape)
-            room = program.room()
+            room = self.group.take_room(program)
             landed = self.group.follow(program, y, x, room) if type(y) is Tensor else NOTHING
             if landed not in (length, NOTHING):
                 self._finish(program, x, y, False, landed, room)

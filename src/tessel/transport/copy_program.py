@@ -164,6 +164,9 @@ class CopyProgram:
         yields: whether the engine lets others run while it looks again.
         wakeup: the addresses of this worker's own.
         readers: the workers that read something where it is.
+
+    Attributes:
+        room: bytes that the engine needs to pack what others read in short runs.
     """
 
     def __init__(
@@ -192,13 +195,9 @@ class CopyProgram:
         self.length = len(takes)
         self.num_gives = len(gives)
         packed = (each for each in gives if each.direct == PACKED)
-        self._room = max((each.offset + _num_bytes([each], dtype) for each in packed), default=0)
+        self.room = max((each.offset + _num_bytes([each], dtype) for each in packed), default=0)
         self._bytes_sent = _num_bytes(gives, dtype)
         self._bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
-
-    def room(self) -> Tensor | None:
-        """Where the engine packs what others read in short runs; None if there is nothing."""
-        return torch.empty(self._room, dtype=torch.uint8, device="cpu") if self._room else None
 
     def count(self, totals: Traffic) -> None:
         """Add what travels along it to the totals."""

@@ -324,11 +324,18 @@ class Group:
             return None
         return ways.host.program(self._code, dtype, gives, takes, early)
 
+    def take_room(self, program: CopyProgram) -> Tensor | None:
+        """Where the engine packs what others read of an exchange; None if there is nothing."""
+        if not program.room:
+            return None
+        assert self._ways.host is not None
+        return self._ways.host.take_room(program.room)
+
     def follow(self, program: CopyProgram, y: Tensor, x: Tensor, room: Tensor | None = None) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
 
         How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`. `room` is
-        that of the program.
+        from `take_room`.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
@@ -348,6 +355,8 @@ class Group:
             if not tag:
                 self.num_exchanges += 1
             program.count(membership.traffic)
+        if room is not None and num_received in (program.length, NOTHING):  # nobody reads there
+            host.give_back(room)
         return num_received
 
     def finish(

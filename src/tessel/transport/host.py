@@ -55,7 +55,9 @@ Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 # twice, and no slot is written whose cache lines another core holds, which can cost five times a
 # copy. The engine prepares such a read sooner than Python does, so that it pays for less.
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
-MOST_PACKED = 2**26  # bytes that a worker packs in memory of its own; more goes through slots
+MOST_PACKED = (
+    2**25
+)  # bytes that a worker packs at once, and keeps room for; more goes through slots
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
 Give = tuple[int, Place]  # to a worker, from a place
@@ -110,6 +112,7 @@ class Host:
         self._wakeup = Wakeup(self._segment)
         self._wakeup.initialise()
         self._direct = False
+        self._room: Tensor | None = None
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
@@ -255,6 +258,19 @@ class Host:
         return CopyProgram(
             code, dtype, sends, receives, not self._spins, self._wakeup.addresses, readers
         )
+
+    def take_room(self, num_bytes: int) -> Tensor:
+        """Where to pack what others read; that of the last exchange, if it was given back."""
+        with self._lock:
+            room, self._room = self._room, None
+        if room is None or room.numel() < num_bytes:
+            with torch.inference_mode(False):
+                room = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return room
+
+    def give_back(self, room: Tensor) -> None:
+        """Keep a room that nobody reads for the next exchange."""
+        self._room = room
 
     def follow(self, program: CopyProgram, y: int, x: int, call: int, room: int = 0) -> int:
         """Let the engine make an exchange; how many receives are done, NOTHING or UNREAD."""
