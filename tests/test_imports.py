@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import graphlib
 import importlib
 import subprocess
@@ -84,20 +85,23 @@ def component(module: str) -> str:
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """What stands in a file; all of them are half a million, which is slow to walk."""
+    return tuple(ast.walk(ast.parse(path.read_text(), str(path))))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees() -> Iterator[None]:
     """They take hundreds of megabytes, which other tests do not need."""
+    gc.disable()  # it would look at all of them, again and again, while they are made
     yield
-    tree.cache_clear()
+    nodes.cache_clear()
+    gc.enable()
 
 
 def only_for_type_checkers(path: Path) -> Iterator[ast.AST]:
     """What a file says to type checkers alone, and never executes."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "_TYPE_CHECKING":
             for each in node.body:
                 yield from ast.walk(each)
@@ -106,7 +110,7 @@ def only_for_type_checkers(path: Path) -> Iterator[ast.AST]:
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Each module of Tessel that a file imports, wherever in it, and the line."""
     never = {id(node) for node in only_for_type_checkers(path)}
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if id(node) in never:
             continue
         if isinstance(node, ast.Import):
@@ -153,7 +157,7 @@ def test_imaging_stands_on_what_packages_export() -> None:
     """It takes names of other packages from these, as a user can, and from no module in them."""
     wrong = []
     for module in (name for name in MODULES if component(name) == "imaging"):
-        for node in ast.walk(tree(MODULES[module])):
+        for node in nodes(MODULES[module]):
             if isinstance(node, ast.Import):
                 named = [alias.name for alias in node.names]
             else:
@@ -176,7 +180,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 def attributes(path: Path) -> Iterator[tuple[str, int]]:
     """The names that a file takes from torch.distributed to communicate, however it imports it."""
     aliases = {"torch.distributed"}
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             aliases |= {
                 alias.asname or alias.name
@@ -191,7 +195,7 @@ def attributes(path: Path) -> Iterator[tuple[str, int]]:
             "torch.distributed._functional"
         ):
             yield "_functional_collectives", node.lineno
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if (
             isinstance(node, ast.Attribute)
             and node.attr in COMMUNICATION
@@ -218,7 +222,7 @@ def test_one_autograd_function() -> None:
     classes = [
         (path.name, node.name, [ast.unparse(base) for base in node.bases])
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     ]
     found = {
@@ -243,7 +247,7 @@ def test_gradients_that_are_no_adjoints() -> None:
     """Those that docs/architecture.md names: gradients that are written out, and hooks."""
     gradients, hooks = set(), set()
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef) and node.name in ("backward", "vjp"):
                 gradients.add((path.name, node.name))
             called = node.func if isinstance(node, ast.Call) else None
@@ -263,7 +267,7 @@ def test_splits_are_computed_in_boxes() -> None:
     found = {
         path.name
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "divmod"
     }
     assert found == {"boxes.py"}
@@ -274,7 +278,7 @@ def test_no_error_is_swallowed() -> None:
     wrong = []
     for path in FILES:
         lines = path.read_text().splitlines()
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 caught = "everything" if node.type is None else ast.unparse(node.type)
                 if caught in ("everything", "Exception") and "#" not in lines[node.lineno - 1]:
@@ -287,7 +291,7 @@ def test_no_statement_only_reads_an_attribute() -> None:
     wrong = [
         f"{path}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute)
     ]
     assert not wrong, wrong
@@ -297,7 +301,7 @@ def test_no_module_loses_the_builtin_slice() -> None:
     bound = [
         name_of(path)
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if (isinstance(node, ast.Name) and node.id == "slice" and isinstance(node.ctx, ast.Store))
         or (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == "slice")
         or (isinstance(node, ast.alias) and (node.asname or node.name) == "slice")

@@ -75,6 +75,7 @@ from tessel.tensor import rand as rand
 from tessel.tensor import randint as randint
 from tessel.tensor import randn as randn
 from tessel.tensor import spread as spread
+from tessel.tensor import sum as sum
 from tessel.tensor import zeros as zeros
 from tessel.tracing import trace as trace
 from tessel.version import __version__ as __version__

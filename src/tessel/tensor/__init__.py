@@ -21,5 +21,6 @@ from tessel.tensor.explanation import explain as explain
 from tessel.tensor.gathering import GatherWarning as GatherWarning
 from tessel.tensor.gathering import fallback as fallback
 from tessel.tensor.padding import periodic_halo as periodic_halo
+from tessel.tensor.reproducible_sum import sum as sum
 from tessel.tensor.table import UnsupportedError as UnsupportedError
 from tessel.tensor.tensor import Tensor as Tensor
