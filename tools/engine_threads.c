@@ -114,7 +114,7 @@ static void *work(void *argument) {
     for (word call = 0; !is_early && call < num_calls; call++) {
         fill(x[0], me, call);
         long done;
-        while ((done = run(program, (char *)y[0], (const char *)x[0], call)) == NOTHING) sched_yield();
+        while ((done = run(program, (char *)y[0], (const char *)x[0], call, NULL)) == NOTHING) sched_yield();
         while (done == UNREAD && !await_readers(program, program + ENTRIES)) {}
         if (done != UNREAD && done != others) {
             fprintf(stderr, "worker %d took %ld of %d in call %ld\n", me, done, others, (long)call);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -20,7 +21,7 @@ import stress
 import tessel
 from tessel import Layout, Move, transport
 from tessel.testing import count_traffic
-from tessel.transport import copy_program
+from tessel.transport import copy_program, host
 from tessel.transport.constants import NOTHING, UNREAD
 from tessel.transport.copy_program import Place
 from tessel.transport.host import Host
@@ -170,6 +171,58 @@ def back_from_halos(columns: int) -> tuple[bool, list[int]]:
 def test_strips_are_added_where_they_belong(run: Run, columns: int, nprocs: int) -> None:
     for is_right, runs in run(back_from_halos, columns, nprocs=nprocs):
         assert is_right and runs
+
+
+def rows_and_columns(shape: tuple[int, int]) -> tuple[Layout, Layout]:
+    P = tessel.world()
+    grids = ([P.size, 1], [1, P.size])
+    rows, columns = (P.create_cartesian_topology_partition(grid) for grid in grids)
+    return Layout.balanced(rows, shape), Layout.balanced(columns, shape)
+
+
+def short_runs() -> list[str]:
+    """From rows to columns and back: what others read is packed, what comes has short runs."""
+    wrong = []
+    # even runs of whole lines of the cache, many and few of them; uneven ones; nothing for some
+    for shape in ((3072, 1536), (600, 1536), (2311, 1003), (300_000, 2)):
+        rows, columns = rows_and_columns(shape)
+        x = torch.arange(shape[0] * shape[1]).remainder(10_007).view(shape)
+        for dtype in (torch.float32, torch.complex128, torch.int8):
+            values = x.to(dtype)
+            for source, target in ((rows, columns), (columns, rows)):
+                mine, move = source.local_part(values), Move(source, target)
+                wide = torch.empty(*mine.shape, 2, dtype=dtype)  # nothing lies together
+                wide[..., 1] = mine
+                for each in (mine.contiguous(), wide[..., 1]):
+                    y, runs = counted(lambda each=each, move=move: move.apply(each))
+                    if not runs or not torch.equal(y, target.local_part(values)):
+                        wrong.append(f"{shape} {dtype} {source} {each.stride()} {runs}")
+        # the same value everywhere, in one place
+        move, one = Move(rows, columns), torch.ones(1).expand(rows.local_shape)
+        y, runs = counted(lambda move=move, one=one: move.apply(one))
+        if not runs or not torch.equal(y, torch.ones(columns.local_shape)):
+            wrong.append(f"{shape} expanded {runs}")
+    return wrong
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_short_runs_are_packed(run: Run, nprocs: int) -> None:
+    assert run(short_runs, nprocs=nprocs) == [[]] * nprocs
+
+
+def more_than_is_packed() -> tuple[bool, list[int]]:
+    rows, columns = rows_and_columns((9000, 1000))
+    x = torch.arange(9e6).view(9000, 1000)
+    limit, host.MOST_PACKED = host.MOST_PACKED, 2**23
+    try:
+        y, runs = counted(lambda: Move(rows, columns).apply(rows.local_part(x)))
+    finally:
+        host.MOST_PACKED = limit
+    return torch.equal(y, columns.local_part(x)), runs
+
+
+def test_what_is_too_large_to_be_packed_goes_through_slots(run: Run) -> None:
+    assert run(more_than_is_packed, nprocs=2) == [(True, [])] * 2
 
 
 def unusual_tensors() -> bool:
@@ -345,10 +398,16 @@ def test_python_finishes_a_sum_of_a_few_numbers(run: Run, tmp_path: Path) -> Non
 def late(n: int, movement: str, left: Path) -> tuple[bool, list[int]]:
     """Worker 1 comes when the engine of worker 0 has left the exchange to Python."""
     whole, parts = whole_and_parts(n)
-    move = {"sum": Move(whole, whole), "gather": Move(parts, whole)}[movement]
     x = torch.arange(n, dtype=torch.float64)
-    mine = (x if movement == "sum" else parts.local_part(x)).clone()
-    expected = whole.partition.size * x if movement == "sum" else x
+    if movement == "columns":  # short runs, which are packed where there are many
+        x = x.view(math.isqrt(n), -1)
+        rows, columns = rows_and_columns(tuple(x.shape))
+        move, mine, expected = Move(rows, columns), rows.local_part(x), columns.local_part(x)
+    elif movement == "sum":
+        move, mine, expected = Move(whole, whole), x, whole.partition.size * x
+    else:
+        move, mine, expected = Move(parts, whole), parts.local_part(x), x
+    mine = mine.clone()
     move.apply(mine)
     if transport.this_worker() == 1:
         await_file(left)
@@ -360,7 +419,7 @@ def late(n: int, movement: str, left: Path) -> tuple[bool, list[int]]:
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
-@pytest.mark.parametrize("movement", ["sum", "gather"])
+@pytest.mark.parametrize("movement", ["sum", "gather", "columns"])
 @pytest.mark.parametrize("n", [100, 1_000_000])
 def test_python_finishes_what_the_engine_began(
     run: Run, n: int, movement: str, nprocs: int, tmp_path: Path

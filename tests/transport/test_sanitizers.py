@@ -23,8 +23,8 @@ MISTAKES = {
         "heap-buffer-overflow",
     ),
     "undefined": (
-        "static long run(const word *program, char *y, const char *x, word call) {\n",
-        "static long run(const word *program, char *y, const char *x, word call) {\n"
+        "static long run(const word *program, char *y, const char *x, word call, char *room) {\n",
+        "static long run(const word *program, char *y, const char *x, word call, char *room) {\n"
         "    spent[0] = ((word)1 << 62) * (2 + program[NUM_GIVES]);\n",
         "signed integer overflow",
     ),

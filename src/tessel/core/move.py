@@ -552,19 +552,26 @@ class Stage:
         program = self._program(x, y, is_there)
         if program is None:
             return False
-        landed = self.group.follow(program, y, x)
+        room = self.group.take_room(program) if program.room else None
+        landed = self.group.follow(program, y, x, room)
         if landed not in (program.length, NOTHING):
-            self._finish(program, x, y, is_there, landed)
+            self._finish(program, x, y, is_there, landed, room)
         return landed != NOTHING
 
     def _finish(
-        self, program: CopyProgram, x: Tensor, y: Tensor, is_there: bool, landed: int
+        self,
+        program: CopyProgram,
+        x: Tensor,
+        y: Tensor,
+        is_there: bool,
+        landed: int,
+        room: Tensor | None,
     ) -> None:
         """Do what the engine has left of an exchange."""
         kept = self.plan.kept
         own = None if kept is None else _part(x, kept)
         rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
-        self.group.finish(program, x, rest, own)
+        self.group.finish(program, x, rest, own, room)
 
     def _remember_again(self, x: Tensor, y: Tensor) -> None:
         """Keep what is needed to make the same exchange again."""
@@ -580,9 +587,10 @@ class Stage:
                 y = torch.empty_like(x, memory_format=torch.contiguous_format)
             else:
                 y = x.new_empty(shape)
-            landed = self.group.follow(program, y, x) if type(y) is Tensor else NOTHING
+            room = self.group.take_room(program) if program.room else None
+            landed = self.group.follow(program, y, x, room) if type(y) is Tensor else NOTHING
             if landed not in (length, NOTHING):
-                self._finish(program, x, y, False, landed)
+                self._finish(program, x, y, False, landed, room)
             return None if landed == NOTHING else y
 
         if len(self.again) >= MOST_PROGRAMS:

@@ -439,15 +439,15 @@ def stage(recorder: Recorder, stage: Stage, x: Any, y: Any, is_there: bool) -> A
 def _follow(recorder: Recorder, own: Function) -> Function:
     """What the engine does, if it does: its result says so."""
 
-    def follow(group: Group, program: Any, y: Any, x: Any) -> int:
+    def follow(group: Group, *exchange: Any) -> int:
         notes = recorder.thread()
         if notes.is_inside:
-            return own(group, program, y, x)
+            return own(group, *exchange)
         key = group._key()
         event = _exchange_event(notes)
         shown = recorder.begin_range(event.title)
         try:
-            landed = own(group, program, y, x)
+            landed = own(group, *exchange)
         except BaseException as error:
             event.error, event.key = type(error).__name__, recorder.number(key)
             notes.note(event)

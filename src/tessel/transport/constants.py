@@ -31,10 +31,11 @@ MOST_DIMS = 30
 # the words of a copy program, and of each of its steps, which come after them
 CODE, NUM_GIVES, NUM_TAKES, BACKOFF, YIELDS, NAP = range(6)
 OWN_WAKEUP, OWN_ASLEEP, IS_LARGE, IS_BLOCKED, ENTRIES = range(6, 11)
-# DIRECT: of what goes, whether the receiver reads it where it is; of what comes, the process whose
-# memory is read
+# DIRECT: of what goes, whether the receiver reads it where it is, or where it is packed; of what
+# comes, the process whose memory is read
 LENGTH, CONTROL, SLOT_START, SLOT_SIZE, WAKEUP, ASLEEP, STATE, DIRECT = range(8)
 BYTES, X_OFFSET, Y_OFFSET, KIND, RUN, NUM_DIMS, DIMS = range(8, 15)
+IN_PLACE, PACKED = 1, 2
 MOST_TERMS = 16  # of a sum that the engine makes block by block
 
 # reading another process's memory: bytes of a run below which a copy through a slot is as quick, a

@@ -30,6 +30,7 @@ from tessel.transport.constants import (
     INT64,
     MOST_DIMS,
     MOST_TERMS,
+    PACKED,
     RECEIVE,
 )  # fmt: skip
 from tessel.transport.request import Key, ReceiveRequest
@@ -55,6 +56,7 @@ KINDS = {
     torch.int32: INT32,
     torch.int64: INT64,
 }
+LINE = 64  # bytes that a cache keeps together
 _NOWHERE = (0,) * 6  # the channel of what stays on this worker
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -101,8 +103,9 @@ class CopyStep(NamedTuple):
         channel: the words of its end; None for what stays here.
         target, source: the places; of what passes a channel one of them is a slot.
         adds: whether it is added to what is there.
-        direct: of what goes, whether the receiver reads it where it is; of what comes, the process
-            whose memory is read for it; 0 for what passes through a slot.
+        direct: of what goes, whether the receiver reads it `IN_PLACE`, or where it is `PACKED`; of
+            what comes, the process whose memory is read for it; 0 for what passes through a slot.
+        offset: of what is packed, where in the room for it, in bytes.
     """
 
     channel: tuple[int, ...] | None
@@ -110,6 +113,7 @@ class CopyStep(NamedTuple):
     source: Place
     adds: bool = False
     direct: int = 0
+    offset: int = 0
 
     @property
     def num_loops(self) -> int:
@@ -122,7 +126,7 @@ class CopyStep(NamedTuple):
         run, dims = _runs(self.target.shape, self.target.steps, self.source.steps)
         scaled = [word for n, *steps in dims for word in (n, *(width * step for step in steps))]
         num_bytes = width * prod(self.target.shape)
-        starts = width * self.source.start, width * self.target.start
+        starts = width * self.source.start, width * self.target.start + self.offset
         kind = KINDS[dtype] if self.adds else COPIES
         channel = (*(self.channel or _NOWHERE), self.direct)
         rest = [*channel, num_bytes, *starts, kind, width * run, len(dims)]
@@ -158,6 +162,9 @@ class CopyProgram:
         yields: whether the engine lets others run while it looks again.
         wakeup: the addresses of this worker's own.
         readers: the workers that read something where it is.
+
+    Attributes:
+        room: bytes that the engine needs to pack what others read in short runs.
     """
 
     def __init__(
@@ -185,6 +192,8 @@ class CopyProgram:
         self.address = self._words.buffer_info()[0]
         self.length = len(takes)
         self.num_gives = len(gives)
+        packed = (each for each in gives if each.direct == PACKED)
+        self.room = max((each.offset + _num_bytes([each], dtype) for each in packed), default=0)
         self.bytes_sent = _num_bytes(gives, dtype)
         self.bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
 
@@ -243,6 +252,11 @@ def waiting_words(
     head = [code, num_gives, num_takes, spin, yields, nap, *wakeup, is_large, is_blocked]
     assert len(head) == ENTRIES
     return head
+
+
+def aligned(num_bytes: int) -> int:
+    """At least as many bytes, in whole lines of the cache."""
+    return -(-num_bytes // LINE) * LINE
 
 
 def _num_bytes(steps: Iterable[CopyStep], dtype: torch.dtype) -> int:

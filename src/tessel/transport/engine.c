@@ -19,6 +19,9 @@
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 typedef int64_t word;
 
@@ -43,6 +46,33 @@ static void relax(void) {
 
 /* --- copies */
 
+/* Copies of so many bytes do not go through the cache, which they would only fill: a line that is written whole is not
+ * read before. A kind of copy beside those of programs. */
+enum { STREAMS = -1, MUCH = 1 << 22 };
+
+/* The next run lies `ahead`: processors do not foresee that some lines are left out. */
+static void stream(char *to, const char *from, size_t bytes, word ahead) {
+#ifdef __SSE2__
+    for (size_t i = 0; i < bytes; i += 64) {
+        _mm_prefetch((const char *)((uintptr_t)from + i + (uintptr_t)ahead), _MM_HINT_T0);
+        const __m128i *s = (const __m128i *)(from + i);
+        const __m128i a = _mm_loadu_si128(s), b = _mm_loadu_si128(s + 1), c = _mm_loadu_si128(s + 2),
+                      d = _mm_loadu_si128(s + 3);
+        __m128i *t = (__m128i *)(to + i);
+        _mm_stream_si128(t, a), _mm_stream_si128(t + 1, b), _mm_stream_si128(t + 2, c), _mm_stream_si128(t + 3, d);
+    }
+#else
+    (void)ahead;
+    memcpy(to, from, bytes);
+#endif
+}
+
+static void end_stream(void) {
+#ifdef __SSE2__
+    _mm_sfence(); /* such stores are not ordered with others */
+#endif
+}
+
 #define ADD(type)                                                    \
     do {                                                             \
         type *restrict d = (type *)to;                               \
@@ -53,6 +83,7 @@ static void relax(void) {
 static void put(char *to, const char *from, size_t bytes, word kind) {
     switch (kind) {
     case COPIES: memcpy(to, from, bytes); break;
+    case STREAMS: stream(to, from, bytes, 0); break;
     case FLOAT32: ADD(float); break;
     case FLOAT64: ADD(double); break;
     case INT8: ADD(uint8_t); break;
@@ -72,6 +103,8 @@ static void put_runs(char *to, const char *from, const word *dim, size_t run, wo
     if (kind == COPIES && run == 4) COPY_RUNS(4);
     else if (kind == COPIES && run == 8) COPY_RUNS(8);
     else if (kind == COPIES && run == 16) COPY_RUNS(16);
+    else if (kind == STREAMS)
+        for (word i = 0; i < count; i++, to += to_step, from += from_step) stream(to, from, run, from_step);
     else
         for (word i = 0; i < count; i++, to += to_step, from += from_step) put(to, from, run, kind);
 }
@@ -86,14 +119,23 @@ static void put_all(char *to, const char *from, const word *dims, word num_dims,
             put_all(to, from, dims + 3, num_dims - 1, run, kind);
 }
 
+/* Whether a large copy has runs that are whole lines and begin at one. */
+static int can_stream(const char *to, const word *entry) {
+    word odd = (word)to | entry[RUN];
+    for (word d = 0; d < entry[NUM_DIMS]; d++) odd |= entry[DIMS + 3 * d + 1];
+    return entry[KIND] == COPIES && entry[BYTES] >= MUCH && entry[NUM_DIMS] && odd % 64 == 0;
+}
+
 static void carry(char *to, const char *from, const word *entry) {
-    put_all(to, from, entry + DIMS, entry[NUM_DIMS], (size_t)entry[RUN], entry[KIND]);
+    const int streams = can_stream(to, entry);
+    put_all(to, from, entry + DIMS, entry[NUM_DIMS], (size_t)entry[RUN], streams ? STREAMS : entry[KIND]);
+    if (streams) end_stream();
 }
 
 /* --- the memory of other processes */
 
 /* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well. */
-enum { SEGMENTS = 256, BLOCK = 1 << 17 };
+enum { SEGMENTS = 256, BLOCK = 1 << 17, STAGE = 1 << 18 };
 
 /* A place in a tensor: runs of bytes, and where in them one is. */
 struct cursor {
@@ -195,9 +237,16 @@ static int has_room(const word *entry) {
     return state[NUM_FREE] > 0;
 }
 
-/* Say in a slot where a part of x lies: as Python does, runs with their counts and steps. */
-static void write_rendezvous(const word *entry, const char *x, word *rendezvous) {
+/* Say in a slot where a part of x lies: as Python does, runs with their counts and steps. Short ones, which would take
+ * longer to be read than to be copied, are put together in a room for them first. */
+static void write_rendezvous(const word *entry, const char *x, char *room, word *rendezvous) {
     const word n = entry[NUM_DIMS];
+    if (entry[DIRECT] == PACKED) {
+        char *packed = room + entry[Y_OFFSET];
+        carry(packed, x + entry[X_OFFSET], entry);
+        rendezvous[START] = (word)packed, rendezvous[RUN_LENGTH] = entry[BYTES], rendezvous[NUM_COUNTS] = 0;
+        return;
+    }
     rendezvous[START] = (word)(x + entry[X_OFFSET]);
     rendezvous[RUN_LENGTH] = entry[RUN];
     rendezvous[NUM_COUNTS] = n;
@@ -207,10 +256,10 @@ static void write_rendezvous(const word *entry, const char *x, word *rendezvous)
     }
 }
 
-static void give(const word *entry, const char *x, word code, word call) {
+static void give(const word *entry, const char *x, char *room, word code, word call) {
     word *state = state_of(entry), number = state[FREE + --state[NUM_FREE]];
     word *head = header(entry, state[NUM_FILLED]);
-    if (entry[DIRECT]) write_rendezvous(entry, x, (word *)slot(entry, number));
+    if (entry[DIRECT]) write_rendezvous(entry, x, room, (word *)slot(entry, number));
     else carry(slot(entry, number), x + entry[X_OFFSET], entry);
     head[GROUP] = code, head[CALL] = call;
     head[WHOLE] = entry[BYTES], head[PART] = entry[DIRECT] ? RENDEZVOUS : entry[BYTES];
@@ -247,10 +296,10 @@ static void let_go(const word *entry) {
 }
 
 /* Copy from another process to short runs, by way of a stage that stays in the cache. */
-static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes) {
-    static char stage[BLOCK] __attribute__((aligned(64)));
+static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes, int streams) {
+    static char stage[STAGE] __attribute__((aligned(64)));
     while (bytes) {
-        size_t left = bytes < BLOCK ? bytes : BLOCK;
+        size_t left = bytes < STAGE ? bytes : STAGE;
         const char *next = stage;
         struct cursor here;
         begin(&here, stage, left, 0);
@@ -258,12 +307,13 @@ static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t
         bytes -= left;
         while (left) {
             const size_t part = left < to->left ? left : to->left;
-            memcpy(to->at, next, part);
+            put(to->at, next, part, streams && part % 64 == 0 ? STREAMS : COPIES);
             advance(to, part);
             next += part;
             left -= part;
         }
     }
+    if (streams) end_stream();
     return 1;
 }
 
@@ -305,8 +355,9 @@ static int take(const word *entry, char *y) {
         const pid_t pid = (pid_t)entry[DIRECT];
         const size_t bytes = (size_t)entry[BYTES];
         const int is_read = entry[KIND] != COPIES    ? sum_up(&term, 1, here.at, bytes)
-                            : entry[RUN] < SHORTEST ? read_staged(pid, &here, &term.there, bytes)
-                                                    : read_from(pid, &here, &term.there, bytes);
+                            : entry[RUN] < SHORTEST
+                                ? read_staged(pid, &here, &term.there, bytes, can_stream(here.at, entry))
+                                : read_from(pid, &here, &term.there, bytes);
         if (!is_read) return 0;
     } else {
         carry(y + entry[Y_OFFSET], from, entry);
@@ -513,12 +564,12 @@ static const word *ready(const word *program) {
 }
 
 /* How many of the entries were taken, in their order. */
-static long run(const word *program, char *y, const char *x, word call) {
+static long run(const word *program, char *y, const char *x, word call, char *room) {
     const word num_gives = program[NUM_GIVES], num_takes = program[NUM_TAKES];
     word since = is_clocked ? now() : 0;
     const word *gives = program + ENTRIES, *takes = ready(program), *entry = gives;
     if (!takes) return NOTHING;
-    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, program[CODE], call);
+    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, room, program[CODE], call);
     count_time(PACK, &since);
     const long taken = program[IS_BLOCKED] ? take_blocked(program, takes, y, x, call, &since)
                                          : take_in_order(program, takes, y, x, call, &since);
@@ -534,7 +585,7 @@ static int start(const word *program, char *y, const char *x, word call, word *s
     const word *entry = program + ENTRIES, *takes = ready(program);
     if (!takes) return 0;
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) {
-        give(entry, x, program[CODE], call);
+        give(entry, x, NULL, program[CODE], call);
         if (entry[DIRECT]) started[i] = state_of(entry)[NUM_FILLED];
     }
     count_time(PACK, &since);
@@ -597,20 +648,21 @@ static int finish(const word *program, word *started, const word *channels, word
 /* --- Python */
 
 static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "run takes a program, two addresses and a call");
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "run takes a program, two addresses, a call and an address");
         return NULL;
     }
     const word *program = PyLong_AsVoidPtr(args[0]);
     char *y = PyLong_AsVoidPtr(args[1]);
     const char *x = PyLong_AsVoidPtr(args[2]);
     const word call = PyLong_AsLongLong(args[3]);
+    char *room = PyLong_AsVoidPtr(args[4]);
     if (PyErr_Occurred()) return NULL;
     long taken;
     holds_python = !program[IS_LARGE];
-    if (holds_python) return PyLong_FromLong(run(program, y, x, call));
+    if (holds_python) return PyLong_FromLong(run(program, y, x, call, room));
     Py_BEGIN_ALLOW_THREADS
-    taken = run(program, y, x, call);
+    taken = run(program, y, x, call, room);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(taken);
 }
@@ -628,7 +680,7 @@ static PyObject *py_share(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyObject *heard = PyBytes_FromStringAndSize(NULL, size * PyBytes_Size(args[1]));
     if (!heard) return NULL;
     holds_python = 1;
-    const long taken = run(program, PyBytes_AsString(heard), said, call);
+    const long taken = run(program, PyBytes_AsString(heard), said, call, NULL);
     return Py_BuildValue("lN", taken, heard);
 }
 
@@ -685,7 +737,7 @@ static PyObject *py_clock(PyObject *self, PyObject *on) {
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL,
-     "run(program, y, x, call): make an exchange; how many entries were taken, -1 or -2."},
+     "run(program, y, x, call, room): make an exchange; how many entries were taken, -1 or -2."},
     {"share", (PyCFunction)(void (*)(void))py_share, METH_FASTCALL,
      "share(program, said, size, call): the same, from bytes to `size` times as many."},
     {"start", (PyCFunction)(void (*)(void))py_start, METH_FASTCALL,

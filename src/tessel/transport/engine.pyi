@@ -1,5 +1,7 @@
-def run(program: int, y: int, x: int, call: int, /) -> int:
+def run(program: int, y: int, x: int, call: int, room: int, /) -> int:
     """Make the exchange of the program at an address, from one tensor to another.
+
+    `room` is the address of the room that the program needs to pack what it gives, or 0.
 
     How many entries were taken, in their order; -1 if nothing was done; -2 if all were, but others
     still read from this worker's memory.

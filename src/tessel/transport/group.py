@@ -331,10 +331,16 @@ class Group:
             return None
         return ways.host.program(self._code, dtype, gives, takes, early)
 
-    def follow(self, program: CopyProgram, y: Tensor, x: Tensor) -> int:
+    def take_room(self, program: CopyProgram) -> Tensor:
+        """Where the engine packs what others read of an exchange."""
+        assert self._ways.host is not None
+        return self._ways.host.take_room(program.room)
+
+    def follow(self, program: CopyProgram, y: Tensor, x: Tensor, room: Tensor | None = None) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
 
-        How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`.
+        How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`. `room` is
+        from `take_room`.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
@@ -343,7 +349,8 @@ class Group:
         tag = membership.own.tag
         call = tag or ~(self.num_exchanges << 1)
         try:
-            num_received = host.follow(program, y.data_ptr(), x.data_ptr(), call)
+            packed = 0 if room is None else room.data_ptr()
+            num_received = host.follow(program, y.data_ptr(), x.data_ptr(), call, packed)
         except KeyboardInterrupt as error:
             self._break(error)
             raise
@@ -356,17 +363,28 @@ class Group:
             traffic.messages += program.num_gives
             traffic.bytes_sent += program.bytes_sent
             traffic.bytes_received += program.bytes_received
+        if room is not None and num_received in (program.length, NOTHING):  # nobody reads there
+            host.give_back(room)
         return num_received
 
     def finish(
-        self, program: CopyProgram, x: Tensor, receives: Sequence[ReceiveBuffer], own: Tensor | None
+        self,
+        program: CopyProgram,
+        x: Tensor,
+        receives: Sequence[ReceiveBuffer],
+        own: Tensor | None,
+        room: Tensor | None = None,
     ) -> None:
-        """Take what an exchange of x still waits for, and wait until others have read x."""
+        """Take what an exchange of x still waits for, and wait until others have read x.
+
+        And `room`, in which parts of it may be packed.
+        """
         ways, key, host = self._ways, self._key(begun=1), self._ways.host
         assert host is not None
 
         def take() -> None:
-            unread = host.await_readers(key, program.readers, x)
+            read = (x,) if room is None else (x, room)
+            unread = host.await_readers(key, program.readers, *read)
             host.take(key, receives, own, ways.others)
             if unread:
                 host.wait((), unread, ways.others)

@@ -21,7 +21,7 @@ from tessel.transport.backoff import SPINS, SPINS_FOR_HOSTS, YIELDS, Backoff
 from tessel.transport.board import MemoryBoard
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.channel import Incoming, Message, Outgoing, SegmentMap
-from tessel.transport.constants import SHORTEST
+from tessel.transport.constants import IN_PLACE, PACKED, SHORTEST
 from tessel.transport.copy_program import (
     KINDS,
     MOST_LOOPS,
@@ -29,6 +29,7 @@ from tessel.transport.copy_program import (
     CopyStep,
     Place,
     StartedExchange,
+    aligned,
     engine,
     has_engine,
 )
@@ -54,6 +55,9 @@ Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 # twice, and no slot is written whose cache lines another core holds, which can cost five times a
 # copy. The engine prepares such a read sooner than Python does, so that it pays for less.
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
+MOST_PACKED = (
+    2**25
+)  # bytes that a worker packs at once, and keeps room for; more goes through slots
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
 Give = tuple[int, Place]  # to a worker, from a place
@@ -108,6 +112,7 @@ class Host:
         self._wakeup = Wakeup(self._segment)
         self._wakeup.initialise()
         self._direct = False
+        self._room: Tensor | None = None
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
@@ -221,17 +226,21 @@ class Host:
         if not self._has_engine or (adds and dtype not in KINDS):
             return None
         own = next((place for worker, place in gives if worker == self.worker), None)
-        sends, receives, readers = [], [], []
+        sends, receives, readers, room = [], [], [], 0
         for worker, place in gives:
             if worker != self.worker:
                 num_bytes = prod(place.shape) * dtype.itemsize
-                is_direct = num_bytes > (self._small if early else self._small_for_engine)
-                # Others can read it where it lies if it lies in long runs.
-                if is_direct and not (self._direct and place.run * dtype.itemsize >= SHORTEST):
-                    return None
-                readers += [worker] if is_direct else []
-                channel = self._outgoing[worker].words
-                sends.append(CopyStep(channel, place.alone, place, direct=int(is_direct)))
+                step = CopyStep(self._outgoing[worker].words, place.alone, place)
+                if num_bytes > (self._small if early else self._small_for_engine):
+                    # Others can read it where it lies if it lies in long runs; else it is packed.
+                    is_long = place.run * dtype.itemsize >= SHORTEST
+                    end = room if is_long else room + aligned(num_bytes)
+                    if not self._direct or (early and not is_long) or end > MOST_PACKED:
+                        return None
+                    step = step._replace(direct=IN_PLACE if is_long else PACKED, offset=room)
+                    room = end
+                    readers.append(worker)
+                sends.append(step)
         for worker, place, is_added in takes:
             if worker != self.worker:
                 step = CopyStep(self._incoming[worker].words, place, place.alone, is_added)
@@ -250,12 +259,25 @@ class Host:
             code, dtype, sends, receives, not self._spins, self._wakeup.addresses, readers
         )
 
-    def follow(self, program: CopyProgram, y: int, x: int, call: int) -> int:
+    def take_room(self, num_bytes: int) -> Tensor:
+        """Where to pack what others read; that of the last exchange, if it was given back."""
+        with self._lock:
+            room, self._room = self._room, None
+        if room is None or room.numel() < num_bytes:
+            with torch.inference_mode(False):
+                room = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return room
+
+    def give_back(self, room: Tensor) -> None:
+        """Keep a room that nobody reads for the next exchange."""
+        self._room = room
+
+    def follow(self, program: CopyProgram, y: int, x: int, call: int, room: int = 0) -> int:
         """Let the engine make an exchange; how many receives are done, NOTHING or UNREAD."""
         if os.getpid() != self._owner:  # what is called most does not call this
             self._check_owner()
         with self._lock:
-            return engine.run(program.address, y, x, call)
+            return engine.run(program.address, y, x, call, room)
 
     def start(
         self,
@@ -334,15 +356,17 @@ class Host:
         with self._lock:
             return engine.share(program.address, said, size, call)
 
-    def await_readers(self, key: Key, workers: Iterable[int], x: Tensor) -> list[Rendezvous]:
-        """What these workers still have to read of x, which the messages keep alive until then."""
+    def await_readers(self, key: Key, workers: Iterable[int], *read: Tensor) -> list[Rendezvous]:
+        """What these workers still have to read, which the messages keep alive until then."""
         with self._lock:
-            return self._unread(key, ((worker, 0) for worker in workers), x)
+            return self._unread(key, ((worker, 0) for worker in workers), *read)
 
-    def _unread(self, key: Key, readers: Iterable[tuple[int, int]], x: Tensor) -> list[Rendezvous]:
+    def _unread(
+        self, key: Key, readers: Iterable[tuple[int, int]], *read: Tensor
+    ) -> list[Rendezvous]:
         unread = []
         for worker, filled in readers:
-            message = Rendezvous(key, worker, x)
+            message = Rendezvous(key, worker, *read)
             if self._outgoing[worker].await_readers(message, filled):
                 unread.append(message)
                 self._held.add(worker)

@@ -97,14 +97,14 @@ class SendRequest:
 
 
 class Rendezvous:
-    """A tensor that the receiver copies from where it lies."""
+    """A tensor that the receiver copies from where it lies; others are kept beside it."""
 
-    __slots__ = ("_tensor", "is_gone", "is_published", "key", "num_bytes", "worker")
+    __slots__ = ("_beside", "_tensor", "is_gone", "is_published", "key", "num_bytes", "worker")
 
-    def __init__(self, key: Key, worker: int, tensor: Tensor) -> None:
+    def __init__(self, key: Key, worker: int, tensor: Tensor, *beside: Tensor) -> None:
         self.key, self.worker = key, worker
         self.num_bytes = tensor.nbytes
-        self._tensor = tensor  # kept until it was read
+        self._tensor, self._beside = tensor, beside  # kept until it was read
         self.is_published = self.is_gone = False
 
     def write(self, slot: SlotLike) -> None:
