@@ -12,7 +12,7 @@ steps for accurate sums, Demmel and Nguyen for reproducible ones.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, prod
+from math import ceil, log2, prod
 
 import torch
 
@@ -90,7 +90,7 @@ def _of_finite(
     sigma = largest / torch.frexp(largest).mantissa * 2.0**room
     # How often, so that all terms together lose less than a quarter of eps of the largest one.
     lost = 2 * room - _DIGITS
-    steps = 1 + ceil(max(0, lost + 2 + _exponent(eps)) / (_DIGITS - room))
+    steps = 1 + ceil(max(0, lost + 2 - int(log2(eps))) / (_DIGITS - room))
     sums = []
     for _ in range(steps):
         kept = (x + sigma) - sigma
@@ -102,8 +102,3 @@ def _of_finite(
     while sums:
         total = total + sums.pop()
     return total / (scale if keepdim else scale.squeeze(dims))
-
-
-def _exponent(eps: float) -> int:
-    """The k of 2 ** -k."""
-    return round(1 / eps).bit_length() - 1
