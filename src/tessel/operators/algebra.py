@@ -328,7 +328,8 @@ def _as_tensor(x: np.ndarray[Any, Any]) -> Tensor:
         return torch.as_tensor(x if all(step >= 0 for step in x.strides) else x.copy())
     except TypeError as error:
         raise TypeError(
-            f"an array of {x.dtype} is not a tensor; operators take real or complex numbers"
+            f"an array of {x.dtype} is not a tensor; operators take arrays of "
+            f"real or complex numbers"
         ) from error
 
 
