@@ -56,15 +56,11 @@ def run(pool: WorkerPool) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def in_new_job(
-    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., list[Any]]]:
+def in_new_job(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """`in_new_job(fn, *args, nprocs=2, timeout=60, engine="python")`: with TESSEL_ENGINE and such.
 
-    A job reads these variables when it begins: so the workers leave the one that they are in, and
-    after the test the new one, which other tests would not expect.
+    A job reads these variables when it begins: so the workers leave the one that they are in.
     """
-    sizes = set()
 
     def run(
         fn: Callable[..., Any], *args: Any, nprocs: int, timeout: float, **settings: str
@@ -72,12 +68,9 @@ def in_new_job(
         for name, value in settings.items():
             monkeypatch.setenv(f"TESSEL_{name.upper()}", value)
         pool.run(jobs.leave_job, nprocs=nprocs)
-        sizes.add(nprocs)
         return pool.run(fn, *args, nprocs=nprocs, timeout=timeout)
 
-    yield run
-    for nprocs in sizes:
-        pool.run(jobs.leave_job, nprocs=nprocs)
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

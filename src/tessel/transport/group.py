@@ -390,6 +390,8 @@ class Group:
                 host.wait((), unread, ways.others)
 
         self.attempt(take)
+        if room is not None:  # nobody reads there any more
+            host.give_back(room)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
