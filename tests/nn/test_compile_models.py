@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tessel
+from compilers import SECONDS, needs_compiler
 from tessel.models import FNO
 from tessel.nn import (
     DistributedAvgPool2d,
@@ -35,10 +35,6 @@ from tessel.operators import ParDFT, ParIdentity, ParMatrix, distribute, kron
 
 Run = Callable[..., list[Any]]
 
-SECONDS = 100  # a first compilation imports much
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
-)
 LAYERS: dict[str, Callable[[Any], nn.Module]] = {
     "convolution": lambda P: DistributedConv2d(P, 2, 4, 3, padding=1),
     "strided": lambda P: DistributedConv2d(P, 2, 4, 3, stride=2, dilation=2, groups=2),

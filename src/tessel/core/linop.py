@@ -332,6 +332,18 @@ def agreed_in_graphs(agreement: Agreement[T], x: Tensor) -> tuple[T, Callable[[]
     return agreement.compiled[signature], lambda: agreement.agree_on(signature)
 
 
+def enter_graph(
+    agreement: Agreement[tuple[Layout, TensorMeta]],
+    x: Tensor,
+    module: torch.nn.Module | None,
+    prepare: Callable[[Tensor, Layout, TensorMeta], Tensor],
+) -> tuple[Layout, TensorMeta, Tensor]:
+    """How a tensor lies, its kind, and the prepared tensor, on which each run agrees again."""
+    (layout, meta), again = agreed_in_graphs(agreement, x)
+    agrees = agreement.label, agreement.group, lambda _: again()[0]
+    return layout, meta, Entering(layout, *agrees, module).apply(prepare(x, layout, meta), meta)
+
+
 class _Passing(LinearOperator):
     """The identity, where nothing is done."""
 

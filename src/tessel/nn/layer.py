@@ -16,7 +16,7 @@ from tessel.core.agreement import Agreement, TensorMeta, as_agreed
 from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, agreed_in_graphs, is_traced
+from tessel.core.linop import enter_graph, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
@@ -51,9 +51,8 @@ def enter(agreement: Agreement[Entry], x: Tensor, module: torch.nn.Module) -> Re
     if not is_traced():
         layout, meta = agreement.agree_on(x)
         return entered(x, layout, meta), layout
-    (layout, meta), again = agreed_in_graphs(agreement, x)
-    agrees = agreement.label, agreement.group, lambda _: again()[0]
-    return Entering(layout, *agrees, module).apply(entered(x, layout, meta), meta), layout
+    layout, _, x = enter_graph(agreement, x, module, entered)
+    return x, layout
 
 
 def fix_shapes(arguments: Any) -> bool:

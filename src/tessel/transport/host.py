@@ -55,9 +55,7 @@ Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 # twice, and no slot is written whose cache lines another core holds, which can cost five times a
 # copy. The engine prepares such a read sooner than Python does, so that it pays for less.
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
-MOST_PACKED = (
-    2**25
-)  # bytes that a worker packs at once, and keeps room for; more goes through slots
+MOST_PACKED = 2**25  # bytes that a worker packs, and keeps room for; more goes through slots
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
 Give = tuple[int, Place]  # to a worker, from a place

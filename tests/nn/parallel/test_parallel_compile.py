@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tessel
+from compilers import SECONDS, needs_compiler
 from tessel.distributed import get_parallel_dim
 from tessel.nn import (
     ParallelCrossEntropyLoss,
@@ -23,11 +23,6 @@ from tessel.nn import (
 )
 
 Run = Callable[..., list[Any]]
-
-SECONDS = 100  # a first compilation imports much
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
-)
 
 
 class Words(nn.Module):

@@ -15,7 +15,7 @@ from tessel import transport
 from tessel.core.agreement import Agreement, TensorMeta, agree, same
 from tessel.core.graph import eagerly, in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, agreed_in_graphs, is_traced
+from tessel.core.linop import enter_graph, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.distributed.group import row_of
@@ -215,7 +215,13 @@ def multiply(
             problem=problem_of(x, weight, bias, partition, dim, sizes),
         )
         x = as_plain(x)
-        layout, meta, x = agreed_input(agreement_on(product), x, module)
+        agreement = agreement_on(product)
+        if is_traced():
+            layout, meta, x = enter_graph(
+                agreement, x, module, lambda x, _, meta: grad_alike(x, meta)
+            )
+        else:
+            layout, meta = agreement.agree_on(x)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
     # Beyond one worker the rule of F.linear decides what moves. It must see spread tensors, and so
@@ -228,17 +234,6 @@ def multiply(
             added = None if bias is None else SpreadTensor(as_plain(bias), layouts["bias"])
             y = opened(F.linear(given, own, added))[0]
     return as_shard(y, Sharding(x.ndim - 1, partition, sizes[1])) if dim == COLUMN else y
-
-
-def agreed_input(
-    agreement: Agreement[tuple[Layout, TensorMeta]], x: Tensor, module: torch.nn.Module | None
-) -> tuple[Layout, TensorMeta, Tensor]:
-    """How the whole input lies, its kind, and the input, on which compiled runs agree again."""
-    if not is_traced():
-        return *agreement.agree_on(x), x
-    (layout, meta), again = agreed_in_graphs(agreement, x)
-    agrees = agreement.label, agreement.group, lambda _: again()[0]
-    return layout, meta, Entering(layout, *agrees, module).apply(grad_alike(x, meta), meta)
 
 
 @eagerly
