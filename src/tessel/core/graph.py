@@ -39,13 +39,17 @@ def _without_values(x: Tensor, handle: str) -> Tensor:
     return x.new_empty(object_of(handle.partition("#")[0]).codomain.local_shape)
 
 
-@torch.library.custom_op("tessel::apply", mutates_args=())
+# Agreements and messages are made in each run, and not in a replay of what a GPU did in one.
+_TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
+
+
+@torch.library.custom_op("tessel::apply", mutates_args=(), tags=_TAGS)
 def node(x: Tensor, handle: str) -> Tensor:
     """Apply the operator of this handle, whose messages carry the number behind it, if any."""
     return _applied(x, handle)
 
 
-@torch.library.custom_op("tessel::apply_after", mutates_args=())
+@torch.library.custom_op("tessel::apply_after", mutates_args=(), tags=_TAGS)
 def next_node(x: Tensor, handle: str, token: Tensor | None) -> tuple[Tensor, Tensor]:
     """The same, after the node that gave the token."""
     return _applied(x, handle), x.new_empty(1)
