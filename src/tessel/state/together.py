@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from tessel.core.agreement import agree, same, tell
-from tessel.core.partition import world
+from tessel.core.partition import Partition, world
 from tessel.transport import code_of
 
 # as which an error is raised on all workers: the first that it is an instance of
@@ -20,14 +20,15 @@ KINDS: tuple[type[Exception], ...] = (
 
 
 @contextmanager
-def together(call: str) -> Iterator[list[str]]:
-    """Raise on all workers of the job what a block raises on one, or if their facts differ.
+def together(call: str, workers: Partition | None = None) -> Iterator[list[str]]:
+    """Raise on all workers what a block raises on one, or if their facts differ.
 
     One small exchange after the block; texts travel only if all raise. The block gets a list for
     the facts that must be equal on all workers; those of one that had an error do not count.
 
     Args:
         call: what is called, in the words of its user.
+        workers: who is told; None for all of the job.
     """
     facts: list[str] = []
     error: Exception | None = None
@@ -35,7 +36,7 @@ def together(call: str) -> Iterator[list[str]]:
         yield facts
     except Exception as raised:  # of a storage or a source, which may raise anything
         error = raised
-    everyone = world()
+    everyone = workers or world()
     _, said = agree(everyone, call, numbers=(error is not None, code_of(" ".join(facts))))
     failed = [worker for worker, (has_failed, _) in said.items() if has_failed]
     if failed:
