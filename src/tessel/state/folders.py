@@ -125,7 +125,7 @@ def write_parts(
 
     me, place = this_worker(), workers.rank or 0
     keys = {".".join(each): each for each in state}  # the names of torch's own checkpoints
-    parts = {".".join(each): part for each, part in state.items()}
+    parts = dict(zip(keys, state.values(), strict=True))
     pieces = {
         # all parts of an empty tensor are the same piece
         (name, tuple(item.index.offset or ()) if part.numel() else ()): item
@@ -140,7 +140,7 @@ def write_parts(
     try:
         writer.set_up_storage_writer(me == seen[0])
         plan = SavePlan([item for piece, item in pieces.items() if piece not in before])
-        planner.set_up_planner(dict(parts), None, me == seen[0])
+        planner.set_up_planner(parts, None, me == seen[0])
         plan = writer.prepare_global_plan([SavePlan([])] * place + [plan])[place]
         # what a worker tells of each piece: what and where it is, and where its file has it
         for each in writer.write_data(plan, planner).value():
@@ -149,7 +149,7 @@ def write_parts(
             kind = tuple(part.shape), part.dtype, part._part.requires_grad
             where = at.relative_path, at.offset, at.length
             checksum = checksum_at(folder / at.relative_path, at.offset, at.length)
-            found.append((keys[each.index.fqn], *own, kind, each.size_in_bytes, where, checksum))
+            found.append((keys[each.index.fqn], *own, kind, where, checksum))
     except Exception as error:  # whatever the storage raises is told to all workers
         # torch's own says that a file is too short, not that the disk is full
         problem = error.__context__ if isinstance(error.__context__, OSError) else error
@@ -159,18 +159,18 @@ def write_parts(
     if me == seen[0]:
         entries: dict[str, Any] = {}
         results, sums, paths = [], {}, {}
-        for path, at, lengths, kind, size, where, checksum in chain(*(told[w] for w in seen)):
+        for path, at, lengths, kind, where, checksum in chain(*(told[w] for w in seen)):
             name, (shape, dtype, requires_grad) = ".".join(path), kind
             paths[name] = path
             properties = TensorProperties(dtype=dtype, requires_grad=requires_grad)
             new = TensorStorageMetadata(properties, torch.Size(shape), [])
             chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(lengths))
             entries.setdefault(name, new).chunks.append(chunk)
-            index = MetadataIndex(name, torch.Size(at))
-            results.append(WriteResult(index, size, _StorageInfo(*where)))
+            results.append(
+                WriteResult(MetadataIndex(name, torch.Size(at)), where[2], _StorageInfo(*where))
+            )
             sums[where[:2]] = checksum
-        metadata = Metadata(entries, planner_data=paths)
-        writer.finish(metadata, [results])
+        writer.finish(Metadata(entries, planner_data=paths), [results])
         sign(folder / ".metadata", sums)
 
 

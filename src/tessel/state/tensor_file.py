@@ -114,19 +114,14 @@ class TensorFileWriter:
             self._file.write(block)
         self._sums[name] = "".join(sums)
 
-    def finish(self, rename: bool = True) -> None:
-        """Wait until all of it is on the disk, and give it its name, unless others do that."""
+    def finish(self) -> None:
+        """Wait until all of it is on the disk, and give it its name."""
         assert not self._waiting
         self._file.seek(0)
         self._file.write(self._header())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        if rename:
-            self.rename()
-
-    def rename(self) -> None:
-        """Give the finished file its name."""
         commit(self.unfinished, self.path)
 
     def drop(self) -> None:

@@ -30,7 +30,7 @@ from tessel.state import Part, read_parts, stored_in, together, whole_folder, wr
 from tessel.transport import this_worker
 
 _CALL = "solvers.Checkpoint"
-_NAME = re.compile(r"iteration-(\d{1,12})")
+_NAME = re.compile(r"iteration-(\d{8,12})")
 _DEPTH = 4  # of objects in a method that its fingerprint looks into
 _NO_NUMBERS = (  # modules whose objects it does not look into
     *("tessel.core", "tessel.transport", "tessel.imaging.context"),
@@ -174,8 +174,9 @@ class Checkpoint:
                     f"folder, or resume=False"
                 )
             if problem and space.workers.rank == 0:
-                said = f"{problem}; this run resumes from iteration {iteration}"
-                warnings.warn(said, stacklevel=4)
+                warnings.warn(
+                    f"{problem}; this run resumes from iteration {iteration}", stacklevel=4
+                )
             if set(start) - set(values):
                 values = method.complete(values, space)
             if set(values) != set(start):
@@ -224,8 +225,7 @@ class Checkpoint:
                 kind, was = {**kind, **self._problem}, {**was, **notes.problem}
             differ = [name for name in kind if was.get(name) != kind[name]]
             told = [f"{name} was {was.get(name)} and is {kind[name]}" for name in differ]
-        by_worker = tell(workers, "; ".join(told)).items()
-        for worker, text in by_worker:
+        for worker, text in tell(workers, "; ".join(told)).items():
             if text:
                 return f"on worker {worker}, {text}", {}, notes
         with self._saying(f"cannot be read{how}"), together(_CALL, workers):
@@ -267,7 +267,7 @@ class Checkpoint:
             yield
         except WorkerLost:
             raise
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+        except (IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
             told = str(error).removeprefix(f"{_CALL}: ")
             raise ValueError(f"the checkpoint in {self.folder} {what}: {told}") from error
 
