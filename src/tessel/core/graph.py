@@ -130,7 +130,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
     """Let compilers have in their graph what a method computes with parts.
 
     Dynamo puts a call of the method into its graph without a look at it, and what makes the graph
-    of autograd runs it, on tensors without values. Parameters and buffers are arguments then.
+    of autograd runs it, on tensors without values. Parameters and buffers are arguments then. The
+    class derives from `HasHandle`, which says what it may define for that.
 
     Args:
         holder: the attribute with the module whose parameters it uses; by default its own object,
@@ -156,7 +157,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
             if isinstance(module, torch.nn.Module):
                 # a graph is that of a mode: it is made anew when one of these changes
                 modes = [each.training for each in module.modules()]
-                own = self.plain_parameters() if hasattr(self, "plain_parameters") else None
+                own = self.plain_parameters()
                 for key, value in module.named_parameters() if own is None else own.items():
                     names.append(key)
                     values.append(value)
@@ -166,7 +167,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
             result = _called[0](
                 self.handle, name, holder, modes, names, values, kinds, args, kwargs
             )
-            kind = _kind_given(self.handle) if hasattr(self, "gives_kinds") else None
+            kind = _kind_given(self.handle) if self.gives_kinds else None
             return result if kind is None else result.as_subclass(kind)
 
         return cast(F, call)

@@ -12,6 +12,7 @@ from tessel.state.folders import read_parts as read_parts
 from tessel.state.folders import stored_in as stored_in
 from tessel.state.folders import whole_folder as whole_folder
 from tessel.state.folders import write_parts as write_parts
+from tessel.state.raising import together as together
 from tessel.state.scaler import ParallelGradScaler as ParallelGradScaler
 from tessel.state.state_dicts import collect_optimizer_state_dict as collect_optimizer_state_dict
 from tessel.state.state_dicts import collect_state_dict as collect_state_dict
@@ -19,6 +20,5 @@ from tessel.state.state_dicts import relocate_optimizer_state_dict as relocate_o
 from tessel.state.state_dicts import relocate_state_dict as relocate_state_dict
 from tessel.state.tensor_file import TensorFile as TensorFile
 from tessel.state.tensor_file import TensorFileWriter as TensorFileWriter
-from tessel.state.together import together as together
 from tessel.state.weights import load_weights as load_weights
 from tessel.state.weights import save_weights as save_weights

@@ -21,8 +21,8 @@ import torch
 from tessel.core.agreement import tell
 from tessel.core.partition import Partition
 from tessel.state.checkpoint import Part, checkpoint_reader
+from tessel.state.raising import together
 from tessel.state.tensor_file import commit
-from tessel.state.together import together
 from tessel.transport import this_worker
 
 Keys = tuple[str, ...]  # of a value in dicts of dicts
