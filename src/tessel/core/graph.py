@@ -145,7 +145,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return method(self, *args, **kwargs)
-            kinds = [_kind_of(each) for each in (*args, *kwargs.values())]
+            given = [type(each) for each in (*args, *kwargs.values())]
+            kinds = [getattr(each, "graph_key", "") for each in given]
             if UNKNOWN in kinds or not self.can_be_traced(*args, **kwargs):
                 torch._dynamo.graph_break(msg=f"{type(self).__name__}: {NOT_IN_GRAPHS}")
                 return torch.compiler.disable(method)(self, *args, **kwargs)
@@ -179,11 +180,6 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
 # is its `graph_attribute`, a name and a value; a `graph_key` tells such classes apart.
 graph_kinds: dict[str, type] = {}
 UNKNOWN = "?"  # the key of a class that does not say it
-
-
-def _kind_of(x: Any) -> str:
-    """The key of the class of a tensor, or nothing."""
-    return getattr(type(x), "graph_key", "") if isinstance(x, Tensor) else ""
 
 
 @constant_in_graphs

@@ -405,12 +405,13 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
     A worker that takes no part in it gets a clone.
     """
     if is_compiling():
-        if not _takes_part_while_compiling(caller.handle):
-            return x.clone()
         lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
         enabled = torch.is_grad_enabled()
         kind = lengths, x.dtype, x.device.type, x.requires_grad and enabled, not enabled
-        operator, meta = getattr(caller, _agreed_while_compiling(caller.handle, *kind))
+        name = _agreed_while_compiling(caller.handle, *kind)
+        if not name:
+            return x.clone()
+        operator, meta = getattr(caller, name)
         return operator.apply(as_agreed(x, meta, gives), meta)
     caller.prepare()
     if not caller.takes_part:
@@ -424,16 +425,15 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
 
 
 @constant_in_graphs
-def _takes_part_while_compiling(handle: str) -> bool:
+def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
+    """Agree once, while all workers compile the call; the name of the conclusion's attribute.
+
+    Empty on a worker that takes no part.
+    """
     caller = object_of(handle)
     caller.prepare()
-    return bool(caller.takes_part)
-
-
-@constant_in_graphs
-def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
-    """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
-    caller = object_of(handle)
+    if not caller.takes_part:
+        return ""
     signature = Signature(tuple(lengths), *kind)
     operator, meta = caller._agreement.agree_on(replace(signature, compiles=True))
     # Text, as handles are: what a graph keeps of this call. The words tell signatures apart.

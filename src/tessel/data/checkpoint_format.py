@@ -33,9 +33,6 @@ class CheckpointFormat(Format):
             if names.setdefault(".".join(keys), keys) != keys:
                 raise ValueError(f"{keys} and {names['.'.join(keys)]} have one name in checkpoints")
 
-    def prepare(self, folder: Path, state: State) -> None:
-        pass
-
     def write(self, folder: Path, state: State) -> None:
         parts = {}
         for keys, x in state.items():

@@ -84,8 +84,7 @@ class Format(ABC):
     def check(self, state: State) -> None:
         """Raise if there is something that it cannot keep, or no package for it."""
 
-    @abstractmethod
-    def prepare(self, folder: Path, state: State) -> None:
+    def prepare(self, folder: Path, state: State) -> None:  # noqa: B027  # there may be nothing
         """Make what is in the folder before workers write, on the first worker."""
 
     @abstractmethod

@@ -61,7 +61,7 @@ class CheckpointReader(FileSystemReader):
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
             data = path.read_bytes()
-            self._sums = _signed(data, path)
+            self._sums = signed(data, path)
             with _unchanged():
                 found = _Unpickler(io.BytesIO(data), path).metadata()
         except ValueError as error:
@@ -116,7 +116,7 @@ def sign(path: Path, sums: Mapping[tuple[str, int], int]) -> None:
         os.fsync(file.fileno())
 
 
-def _signed(data: bytes, path: Path) -> dict[str, int] | None:
+def signed(data: bytes, path: Path) -> dict[str, int] | None:
     """The checksums in metadata; None if others wrote them."""
     before, mark, after = data.rpartition(_SIGNED)
     if not mark:

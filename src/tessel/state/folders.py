@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from tessel.core.agreement import tell
+from tessel.core.layout import Shape
 from tessel.core.partition import Partition
 from tessel.state.checkpoint import Part, checkpoint_reader
 from tessel.state.raising import together
@@ -106,20 +106,7 @@ def write_parts(
         seen: those of them that see this folder; what several have is written by the first.
     """
     # imported here, since it takes half a second
-    from torch.distributed.checkpoint import (
-        DefaultSavePlanner,
-        FileSystemWriter,
-        Metadata,
-        SavePlan,
-    )
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 
     from tessel.state.checkpoint_reader import checksum_at, sign
 
@@ -136,20 +123,19 @@ def write_parts(
     before = {piece for worker in seen[: seen.index(me)] for piece in held[worker]}
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     problem: Exception | None = None
-    found: list[Any] = []
+    found: list[Piece] = []
     try:
         writer.set_up_storage_writer(me == seen[0])
         plan = SavePlan([item for piece, item in pieces.items() if piece not in before])
         planner.set_up_planner(parts, None, me == seen[0])
         plan = writer.prepare_global_plan([SavePlan([])] * place + [plan])[place]
-        # what a worker tells of each piece: what and where it is, and where its file has it
         for each in writer.write_data(plan, planner).value():
-            part, at = parts[each.index.fqn], each.storage_data
-            own = tuple(each.index.offset or ()), tuple(part._part.shape)
+            name, at, offset = each.index.fqn, each.storage_data, tuple(each.index.offset or ())
+            part = parts[name]
             kind = tuple(part.shape), part.dtype, part._part.requires_grad
             where = at.relative_path, at.offset, at.length
             checksum = checksum_at(folder / at.relative_path, at.offset, at.length)
-            found.append((keys[each.index.fqn], *own, kind, where, checksum))
+            found.append((keys[name], kind, offset, tuple(part._part.shape), where, checksum))
     except Exception as error:  # whatever the storage raises is told to all workers
         # torch's own says that a file is too short, not that the disk is full
         problem = error.__context__ if isinstance(error.__context__, OSError) else error
@@ -157,21 +143,33 @@ def write_parts(
     if problem is not None:
         raise problem
     if me == seen[0]:
-        entries: dict[str, Any] = {}
-        results, sums, paths = [], {}, {}
-        for path, at, lengths, kind, where, checksum in chain(*(told[w] for w in seen)):
-            name, (shape, dtype, requires_grad) = ".".join(path), kind
-            paths[name] = path
-            properties = TensorProperties(dtype=dtype, requires_grad=requires_grad)
-            new = TensorStorageMetadata(properties, torch.Size(shape), [])
-            chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(lengths))
-            entries.setdefault(name, new).chunks.append(chunk)
-            results.append(
-                WriteResult(MetadataIndex(name, torch.Size(at)), where[2], _StorageInfo(*where))
-            )
-            sums[where[:2]] = checksum
-        writer.finish(Metadata(entries, planner_data=paths), [results])
-        sign(folder / ".metadata", sums)
+        there = [piece for worker in seen for piece in told[worker]]
+        writer.finish(*_metadata(there))
+        sign(folder / ".metadata", {where[:2]: checksum for *_, where, checksum in there})
+
+
+# What a worker tells of a piece: keys, shape, dtype and gradient of the whole; where the piece
+# begins in it, and its shape; its file, and where it begins there, with its length; a checksum.
+Piece = tuple[Keys, tuple[Any, ...], Shape, Shape, tuple[str, int, int], int]
+
+
+def _metadata(pieces: Sequence[Piece]) -> tuple[Any, list[list[Any]]]:
+    """The metadata of these pieces, and what torch notes of each that was written."""
+    from torch.distributed.checkpoint import Metadata, filesystem, metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    entries: dict[str, Any] = {}
+    keys, results = dict[str, Any](), []
+    for path, (shape, dtype, requires_grad), offset, lengths, where, _ in pieces:
+        name, at = ".".join(path), torch.Size(offset)
+        keys[name] = path
+        properties = metadata.TensorProperties(dtype=dtype, requires_grad=requires_grad)
+        new = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
+        chunk = metadata.ChunkStorageMetadata(at, torch.Size(lengths))
+        entries.setdefault(name, new).chunks.append(chunk)
+        index = metadata.MetadataIndex(name, at)
+        results.append(WriteResult(index, where[2], filesystem._StorageInfo(*where)))
+    return Metadata(entries, planner_data=keys), [results]
 
 
 def stored_in(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:

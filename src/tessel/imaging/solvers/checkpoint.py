@@ -44,20 +44,17 @@ class Notes(NamedTuple):
 
     Args:
         size: how many workers wrote.
-        holds: whether this one has a part of the image.
-        kind: what must be the same for a run to resume.
-        problem: what must be the same if the image lies as it did: operators and their numbers.
         layout: of the image.
+        kind: what must be the same for a run to resume, and, if the image lies as it did, operators
+            and their numbers.
         history: of the iterations.
         random: the states of torch's generators.
-        others: numbers, and what does not lie as the image does.
+        others: numbers, and what does not lie as the image does; all of a worker without a part.
     """
 
     size: int
-    holds: bool
-    kind: dict[str, str]
-    problem: dict[str, str]
     layout: str
+    kind: dict[str, str]
     history: dict[str, list[float]]
     random: dict[str, Tensor]
     others: Values
@@ -131,12 +128,8 @@ class Checkpoint:
                         parts["values", name] = _part(value.detach(), shape, layout)
                     else:
                         others[name] = _copied(value, torch.device("cpu"))
-                notes = Notes(
-                    workers.size, layout.partition.active, _kind(method, space, values),
-                    self._problem, layout.identity,
-                    {name: [float(n) for n in numbers] for name, numbers in history.items()},
-                    random, others,
-                )  # fmt: skip
+                kind = {**_kind(method, space, values), **self._problem}
+                notes = Notes(workers.size, layout.identity, kind, dict(history), random, others)
                 encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
                 parts["notes", own] = Part(encoded, tuple(encoded.shape), (0,))
             with whole_folder(_CALL, folder, workers, is_shared=False) as (unfinished, seen):
@@ -144,7 +137,7 @@ class Checkpoint:
         with self._saying("cannot be completed"), together(_CALL, workers):
             if seen[0] == this_worker():
                 # What comes after this iteration is of a run that was not resumed.
-                known, _ = self._seen()
+                known = self._seen()
                 kept = {iteration, max((k for k in known if k < iteration), default=iteration)}
                 interrupted = folder.parent.glob(".iteration-*.*")
                 for path in (*map(self._generation, known - kept), *interrupted):
@@ -160,9 +153,9 @@ class Checkpoint:
         """
         self._problem.clear()
         self._problem.update(_problem(method))
-        seen = [*tell(space.workers, self._seen()).values()] if self.resume else []
+        seen = tell(space.workers, self._seen()).values() if self.resume else ()
         problem = ""  # of the newest generation
-        for iteration in sorted(set[int]().union(*(each for each, _ in seen)), reverse=True):
+        for iteration in sorted(set[int]().union(*seen), reverse=True):
             try:
                 told, values, notes = self._read(iteration, method, start, space)
             except ValueError as error:
@@ -190,9 +183,6 @@ class Checkpoint:
             if start["x"].is_cuda and "cuda" in notes.random:
                 torch.cuda.set_rng_state(notes.random["cuda"], start["x"].device)
             return values, iteration, History(notes.history)
-        if not problem and (old := max((name for _, name in seen), default="")):
-            problem = f"the checkpoint in {self.folder} is of an earlier version of Tessel, whose "
-            problem += f"{old} this one cannot read"
         if problem:
             raise ValueError(
                 f"{problem}; bring the file back, pass resume=False, or take another folder"
@@ -208,6 +198,8 @@ class Checkpoint:
         """
         folder, workers, layout = self._generation(iteration), space.workers, space.layout
         with self._saying("cannot be read"), together(_CALL, workers):
+            for old in folder.glob("worker-*-of-*"):
+                raise ValueError(f"{old} is of an earlier version of Tessel, which is not read")
             entries, keys = stored_in(folder)
             own = _notes(folder, entries, f"notes.{workers.rank}")
         is_other = own is None or (own.size, own.layout) != (workers.size, layout.identity)
@@ -216,13 +208,11 @@ class Checkpoint:
         with self._saying(f"cannot be read{how}"), together(_CALL, workers):
             # Of a run in other parts those of the first worker that held one.
             places = sorted(int(path[1]) for path in keys.values() if path[0] == "notes")
-            all_notes = (_notes(folder, entries, f"notes.{place}") for place in places)
-            notes = own if stays else next((n for n in all_notes if n and n.holds), None)
+            found = (_notes(folder, entries, f"notes.{place}") for place in places)
+            notes = own if stays else next((n for n in found if n and "x" not in n.others), None)
             if notes is None:
                 raise ValueError(f"{folder} has no notes of a worker that held a part of the image")
-            kind, was = _kind(method, space, start), notes.kind
-            if stays:
-                kind, was = {**kind, **self._problem}, {**was, **notes.problem}
+            kind, was = _kind(method, space, start) | (self._problem if stays else {}), notes.kind
             differ = [name for name in kind if was.get(name) != kind[name]]
             told = [f"{name} was {was.get(name)} and is {kind[name]}" for name in differ]
         for worker, text in tell(workers, "; ".join(told)).items():
@@ -248,17 +238,10 @@ class Checkpoint:
                         others[name] = each
             return "", _copied({**others, **rooms}, start["x"].device), notes
 
-    def _seen(self) -> tuple[set[int], str]:
-        """The generations that this worker sees, and a file of a version before."""
-        found, old = set(), ""
-        for folder in Path(self.folder).glob("iteration-*"):
-            match = _NAME.fullmatch(folder.name)
-            of_before = next(folder.glob("worker-*-of-*"), None)
-            if of_before is not None:
-                old = f"{folder.name}/{of_before.name}"
-            elif match is not None:
-                found.add(int(match[1]))
-        return found, old
+    def _seen(self) -> set[int]:
+        """The iterations of which this worker sees a generation."""
+        names = (_NAME.fullmatch(path.name) for path in Path(self.folder).glob("iteration-*"))
+        return {int(match[1]) for match in names if match}
 
     @contextmanager
     def _saying(self, what: str) -> Iterator[None]:
