@@ -58,9 +58,9 @@ class Part(Tensor):
         return whole
 
     @classmethod
-    def of(cls, part: Tensor, layout: Layout) -> Part:
-        """This worker's part of a tensor that lies in a layout."""
-        box = layout.box()
+    def of(cls, part: Tensor, layout: Layout, worker: int | None = None) -> Part:
+        """A worker's part, by default this one's, of a tensor that lies in a layout."""
+        box = layout.box(worker)
         return cls(part, layout.shape, None if box is None else tuple(start for start, _ in box))
 
     @classmethod
