@@ -834,7 +834,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> 
         (tmp_path / f"iteration-{iteration:08d}" / "__1_0.distcp").unlink()
     first, second = run(few, str(tmp_path), nprocs=2)
     assert first == second and first[0] == "ValueError"
-    assert "on worker 1, [Errno 2] No such file" in first[1]
+    assert "on worker 1, FileNotFoundError: [Errno 2] No such file" in first[1]
     assert "iteration-00000002/__1_0.distcp" in first[1]
     # One worker alone needs what the first one wrote, which has the whole image, and its notes.
     assert run(few, str(tmp_path), nprocs=1) == [("", "")]
@@ -870,7 +870,7 @@ def test_a_folder_that_cannot_get_its_name_raises_on_all_workers(run: Run, tmp_p
     """All raise before the next iteration, and the next run resumes."""
     first, second = run(few_that_cannot_be_named, str(tmp_path), 5, nprocs=2)
     assert first == second and first[0][0] == "ValueError"
-    assert "cannot be written: on worker 0, [Errno 13] not allowed" in first[0][1]
+    assert "cannot be written: on worker 0, PermissionError: [Errno 13]" in first[0][1]
     assert first[1] == 3
     results = run(few_that_cannot_be_named, str(tmp_path), 2, nprocs=2)
     assert results == [(("", ""), 0)] * 2

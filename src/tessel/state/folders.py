@@ -35,6 +35,7 @@ def whole_folder(
     workers: Partition,
     prepare: Callable[[Path], None] = lambda folder: None,
     is_shared: bool = True,
+    saying: str = "",
 ) -> Iterator[tuple[Path, list[int]]]:
     """Make a folder under another name, which gets its own when all workers have left the block.
 
@@ -47,16 +48,17 @@ def whole_folder(
         workers: who writes it.
         prepare: called by the first worker before the block.
         is_shared: whether all workers must see the same folder.
+        saying: how errors begin, as of `together`.
     """
     number = tell(workers, os.urandom(6).hex())[workers.ranks[0]]
     unfinished = folder.with_name(f".{folder.name}.{number}")
     me, seen = this_worker(), [this_worker()]
     marks = {worker: unfinished / f".{worker}" for worker in workers.ranks}
     try:
-        with together(call, workers):
+        with together(call, workers, saying):
             unfinished.mkdir(parents=True, exist_ok=True)
             marks[me].touch()
-        with together(call, workers):
+        with together(call, workers, saying):
             found = [worker for worker, mark in marks.items() if mark.exists()]
             if is_shared and len(found) < len(marks):
                 raise FileNotFoundError(
@@ -64,13 +66,13 @@ def whole_folder(
                     f"{workers.size}: all workers need to share the file system"
                 )
         seen = found
-        with together(call, workers):
+        with together(call, workers, saying):
             marks[me].unlink()
             if me == seen[0]:
                 prepare(unfinished)
-        with together(call, workers):
+        with together(call, workers, saying):
             yield unfinished, seen
-        with together(call, workers):
+        with together(call, workers, saying):
             if me == seen[0]:
                 old = unfinished.with_name(f"{unfinished.name}.old")
                 if folder.exists():

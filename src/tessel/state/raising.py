@@ -20,7 +20,7 @@ KINDS: tuple[type[Exception], ...] = (
 
 
 @contextmanager
-def together(call: str, workers: Partition | None = None) -> Iterator[list[str]]:
+def together(call: str, workers: Partition | None = None, saying: str = "") -> Iterator[list[str]]:
     """Raise on all workers what a block raises on one, or if their facts differ.
 
     One small exchange after the block; texts travel only if all raise. The block gets a list for
@@ -29,6 +29,8 @@ def together(call: str, workers: Partition | None = None) -> Iterator[list[str]]
     Args:
         call: what is called, in the words of its user.
         workers: who is told; None for all of the job.
+        saying: how the error begins, which then is a ValueError of whatever kind it was; by default
+            with the call. It may say something else on each worker.
     """
     facts: list[str] = []
     error: Exception | None = None
@@ -41,11 +43,12 @@ def together(call: str, workers: Partition | None = None) -> Iterator[list[str]]
     failed = [worker for worker, (has_failed, _) in said.items() if has_failed]
     if failed:
         number = next((k for k, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
-        # an error that is one of KINDS is told by its text alone
-        is_known = number >= 0 and type(error) is KINDS[number]
+        # an error of the kind that is raised is told by its text alone
+        is_known = type(error) is (ValueError if saying else KINDS[number])
         text = "" if error is None else f"{'' if is_known else type(error).__name__ + ': '}{error}"
         number, text = tell(everyone, (number, text))[failed[0]]
-        raise KINDS[number](f"{call}: on worker {failed[0]}, {text}") from error
+        kind = ValueError if saying else KINDS[number]
+        raise kind(f"{saying or call}: on worker {failed[0]}, {text}") from error
     if len({code for _, code in said.values()}) > 1:
         same(tell(everyone, " ".join(facts)), "data", call)
 

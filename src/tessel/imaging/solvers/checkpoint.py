@@ -13,8 +13,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from tessel.core import Layout, Shape, checksum_of, tell
 from tessel.encoding import decode, encodable, encode
-from tessel.errors import WorkerLost
 from tessel.imaging.solvers.method import History, Method, Space, Values, check_count
 from tessel.state import Part, read_parts, stored_in, together, whole_folder, write_parts
 from tessel.transport import this_worker
@@ -118,23 +116,24 @@ class Checkpoint:
         own, random = f"{workers.rank}", {"cpu": torch.get_rng_state()}
         if values["x"].is_cuda:
             random["cuda"] = torch.cuda.get_rng_state(values["x"].device)
-        with self._saying("cannot be written"):
-            with together(_CALL, workers):  # which may hold what has no form
-                parts, others = dict[tuple[str, ...], Part](), Values()
-                for name, value in values.items():
-                    is_tensor = isinstance(value, Tensor) and layout.partition.active
-                    if is_tensor and value.shape[:ndim] == layout.local_shape:
-                        shape = *layout.shape, *value.shape[ndim:]
-                        parts["values", name] = _part(value.detach(), shape, layout)
-                    else:
-                        others[name] = _copied(value, torch.device("cpu"))
-                kind = {**_kind(method, space, values), **self._problem}
-                notes = Notes(workers.size, layout.identity, kind, dict(history), random, others)
-                encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
-                parts["notes", own] = Part(encoded, tuple(encoded.shape), (0,))
-            with whole_folder(_CALL, folder, workers, is_shared=False) as (unfinished, seen):
-                write_parts(unfinished, parts, workers, seen)
-        with self._saying("cannot be completed"), together(_CALL, workers):
+        saying = f"the checkpoint in {self.folder} cannot be written"
+        with together(_CALL, workers, saying):  # which may hold what has no form
+            parts, others = dict[tuple[str, ...], Part](), Values()
+            for name, value in values.items():
+                is_tensor = isinstance(value, Tensor) and layout.partition.active
+                if is_tensor and value.shape[:ndim] == layout.local_shape:
+                    shape = *layout.shape, *value.shape[ndim:]
+                    parts["values", name] = _part(value.detach(), shape, layout)
+                else:
+                    others[name] = _copied(value, torch.device("cpu"))
+            kind = {**_kind(method, space, values), **self._problem}
+            notes = Notes(workers.size, layout.identity, kind, dict(history), random, others)
+            encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
+            parts["notes", own] = Part(encoded, tuple(encoded.shape), (0,))
+        made = whole_folder(_CALL, folder, workers, is_shared=False, saying=saying)
+        with made as (unfinished, seen):
+            write_parts(unfinished, parts, workers, seen)
+        with together(_CALL, workers, saying):
             if seen[0] == this_worker():
                 # What comes after this iteration is of a run that was not resumed.
                 known = self._seen()
@@ -197,15 +196,16 @@ class Checkpoint:
         ValueError on all workers if one cannot read what it needs.
         """
         folder, workers, layout = self._generation(iteration), space.workers, space.layout
-        with self._saying("cannot be read"), together(_CALL, workers):
+        saying = f"the checkpoint in {self.folder} cannot be read"
+        with together(_CALL, workers, saying):
             for old in folder.glob("worker-*-of-*"):
                 raise ValueError(f"{old} is of an earlier version of Tessel, which is not read")
             entries, keys = stored_in(folder)
             own = _notes(folder, entries, f"notes.{workers.rank}")
         is_other = own is None or (own.size, own.layout) != (workers.size, layout.identity)
         stays = not any(space.agree([is_other]))
-        how = "" if stays else " (the image lay in other parts: every worker reads all files)"
-        with self._saying(f"cannot be read{how}"), together(_CALL, workers):
+        saying += "" if stays else " (the image lay in other parts: every worker reads all files)"
+        with together(_CALL, workers, saying):
             # Of a run in other parts those of the first worker that held one.
             places = sorted(int(path[1]) for path in keys.values() if path[0] == "notes")
             found = (_notes(folder, entries, f"notes.{place}") for place in places)
@@ -218,7 +218,7 @@ class Checkpoint:
         for worker, text in tell(workers, "; ".join(told)).items():
             if text:
                 return f"on worker {worker}, {text}", {}, notes
-        with self._saying(f"cannot be read{how}"), together(_CALL, workers):
+        with together(_CALL, workers, saying):
             lying = {path[1]: name for name, path in keys.items() if path[0] == "values"}
             rooms, parts = dict[str, Tensor](), dict[str, Part]()
             for name, full in lying.items() if layout.partition.active else ():
@@ -242,17 +242,6 @@ class Checkpoint:
         """The iterations of which this worker sees a generation."""
         names = (_NAME.fullmatch(path.name) for path in Path(self.folder).glob("iteration-*"))
         return {int(match[1]) for match in names if match}
-
-    @contextmanager
-    def _saying(self, what: str) -> Iterator[None]:
-        """Raise what all workers raise in a block as ValueError, which says what cannot be done."""
-        try:
-            yield
-        except WorkerLost:
-            raise
-        except (IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
-            told = str(error).removeprefix(f"{_CALL}: ")
-            raise ValueError(f"the checkpoint in {self.folder} {what}: {told}") from error
 
     def _generation(self, iteration: int) -> Path:
         return Path(self.folder) / f"iteration-{iteration:08d}"
