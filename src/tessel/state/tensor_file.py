@@ -160,13 +160,20 @@ class TensorFileWriter:
 
 
 def commit(unfinished: Path, path: Path) -> None:
-    """Give a file its name, so that neither a crash nor a loss of power can undo it."""
+    """Give a file or folder its name, so that neither a crash nor a loss of power can undo it."""
+    if unfinished.is_dir():
+        _sync(unfinished)
     os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 class TensorFile:

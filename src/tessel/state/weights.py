@@ -98,25 +98,18 @@ def load_weights(
     found = dict[str, Any]()
     with together("load_weights", places.row, "load_weights"):
         file = TensorFile(path)
-        wrong = _difference(file, state, places)
-        if wrong:
-            raise ValueError(f"{path} is of another model: {wrong}")
-        for name in state:
+        for name in sorted({*state} ^ {*file.entries}):
+            who = "the model" if name in state else "the file"
+            raise ValueError(f"{path} is of another model: only {who} has {name}")
+        for name, value in state.items():
             layout, box = places.layouts.get(name), None
+            shape, there = tuple((layout or value).shape), file.entries[name].shape
+            if there != shape:
+                raise ValueError(
+                    f"{path} is of another model: {name} has the shape {there} in the file and "
+                    f"{shape} in the model"
+                )
             if layout is not None and places.is_apart(layout):  # of others all workers read all
                 box = layout.box() or [(0, 0)] * len(layout.shape)
             found[name] = file.read(name, box)
     module.load_state_dict(found)
-
-
-def _difference(file: TensorFile, state: dict[str, Any], places: Places) -> str:
-    """The first thing in which a file is not one of this model; empty if it is."""
-    for name in sorted({*state} ^ {*file.entries}):
-        who = "the model" if name in state else "the file"
-        return f"only {who} has {name}"
-    for name, value in state.items():
-        layout, entry = places.layouts.get(name), file.entries[name]
-        shape = tuple(value.shape) if layout is None else tuple(layout.shape)
-        if entry.shape != shape:
-            return f"{name} has the shape {entry.shape} in the file and {shape} in the model"
-    return ""
