@@ -65,15 +65,15 @@ def whole_folder(
                     f"this worker sees {unfinished} with what workers {found} have made, of "
                     f"{workers.size}: all workers need to share the file system"
                 )
-        seen = found
-        with together(call, workers, saying):
-            marks[me].unlink()
-            if me == seen[0]:
+            if me == found[0]:
                 prepare(unfinished)
+        seen = found
         with together(call, workers, saying):
             yield unfinished, seen
         with together(call, workers, saying):
             if me == seen[0]:
+                for worker in seen:
+                    marks[worker].unlink()
                 old = unfinished.with_name(f"{unfinished.name}.old")
                 if folder.exists():
                     os.rename(folder, old)
