@@ -171,7 +171,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
     """Let compilers have in their graph what a method computes with parts.
 
     Dynamo puts a call of the method into its graph without a look at it, and what makes the graph
-    of autograd runs it, on tensors without values. Parameters and buffers are arguments then.
+    of autograd runs it, on tensors without values. Parameters and buffers are arguments then. The
+    class derives from `HasHandle`, which says what it may define for that.
 
     Args:
         holder: the attribute with the module whose parameters it uses; by default its own object,
@@ -185,7 +186,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return method(self, *args, **kwargs)
-            kinds = [_kind_of(each) for each in (*args, *kwargs.values())]
+            given = [type(each) for each in (*args, *kwargs.values())]
+            kinds = [getattr(each, "graph_key", "") for each in given]
             if UNKNOWN in kinds or not self.can_be_traced(*args, **kwargs):
                 torch._dynamo.graph_break(msg=f"{type(self).__name__}: {NOT_IN_GRAPHS}")
                 return torch.compiler.disable(method)(self, *args, **kwargs)
@@ -197,7 +199,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
             if isinstance(module, torch.nn.Module):
                 # a graph is that of a mode: it is made anew when one of these changes
                 modes = [each.training for each in module.modules()]
-                own = self.plain_parameters() if hasattr(self, "plain_parameters") else None
+                own = self.plain_parameters()
                 for key, value in module.named_parameters() if own is None else own.items():
                     names.append(key)
                     values.append(value)
@@ -207,7 +209,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
             result = _called[0](
                 self.handle, name, holder, modes, names, values, kinds, args, kwargs
             )
-            kind = _kind_given(self.handle) if hasattr(self, "gives_kinds") else None
+            kind = _kind_given(self.handle) if self.gives_kinds else None
             return result if kind is None else result.as_subclass(kind)
 
         return cast(F, call)
@@ -219,11 +221,6 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
 # is its `graph_attribute`, a name and a value; a `graph_key` tells such classes apart.
 graph_kinds: dict[str, type] = {}
 UNKNOWN = "?"  # the key of a class that does not say it
-
-
-def _kind_of(x: Any) -> str:
-    """The key of the class of a tensor, or nothing."""
-    return getattr(type(x), "graph_key", "") if isinstance(x, Tensor) else ""
 
 
 @constant_in_graphs
