@@ -981,6 +981,26 @@ def test_any_damage_is_found(tmp_path: Path, data: st.DataObject) -> None:
     path.write_bytes(right)
 
 
+def with_a_folder_that_one_cannot_list(folder: str) -> tuple[str, int]:
+    layout = layout_of(None)
+    options: dict[str, Any] = {"layout": layout, "max_iterations": 2}
+    method, own = solvers.GradientDescent(Halving(), step=1.0), folder
+    if tessel.world().rank == 1:
+        own += "/" + "x" * 300  # longer than a name can be
+    try:
+        solvers.solve(method, values(3), checkpoint=solvers.Checkpoint(own), **options)
+        text = ""
+    except ValueError as error:
+        text = str(error)
+    keep = solvers.Checkpoint(folder)
+    return text, solvers.solve(method, values(3), checkpoint=keep, **options).iterations
+
+
+def test_all_workers_raise_if_one_cannot_list_the_folder(run: Run, tmp_path: Path) -> None:
+    for text, iterations in run(with_a_folder_that_one_cannot_list, str(tmp_path), nprocs=2):
+        assert "cannot be read: on worker 1, OSError" in text and iterations == 2
+
+
 def test_files_without_names_are_no_checkpoint(tmp_path: Path) -> None:
     """A run that was ended before its first checkpoint was complete begins anew."""
     want = few_steps(tmp_path)

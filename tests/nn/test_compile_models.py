@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
 
 import tessel
 from compilers import SECONDS, needs_compiler
@@ -436,3 +437,26 @@ def test_losses(run: Run, name: str) -> None:
         expected = {"squares": "nothing", "units": "of target should be", "classes": "is none of"}
         assert expected[name] in eager, eager
         assert expected[name] in compiled, compiled
+
+
+class Recomputed(nn.Module):
+    """Convolutions, of which two are computed again in the backward pass."""
+
+    def __init__(self, P: tessel.Partition) -> None:
+        super().__init__()
+        self.a, self.b = (DistributedConv2d(P, 2, 2, 3, padding=1) for _ in range(2))
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).sin()).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(checkpoint(self.block, self.b(x), use_reentrant=False)).sin()
+
+
+def recompute() -> None:
+    compile_module(Recomputed, "aot_eager", [1, 7], evaluates=False)
+
+
+def test_movements_are_not_repeated_where_torch_checkpoints(run: Run) -> None:
+    """Checkpoints inside of compiled code; a movement is in no backward graph again."""
+    run(recompute, nprocs=3, timeout=SECONDS)

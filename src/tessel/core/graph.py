@@ -17,8 +17,10 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._guards import detect_fake_mode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.traceback import get_current_meta
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
 from tessel import transport
 from tessel.core.context import current_trace, is_compiling, setting
@@ -67,16 +69,29 @@ def _(mode: FunctionalTensorMode, func: Any, types: Any, args: Any, kwargs: Any)
     parts differ would not get the same one. Each would then wait for a message that another sends
     later, or NCCL, which pairs calls by their order, would give it the message of another call.
     (Inductor does not keep the order of torch's effectful operators, in 2.13.)
+
+    Nor is a movement computed twice, where `torch.utils.checkpoint` would have it: a worker with an
+    empty part needs nothing of it in its backward pass, and would not repeat what others repeat.
     """
     is_backward = torch._C._current_graph_task_id() != -1
     was_backward, token = _tokens.get(mode, (is_backward, None))
     if is_backward and not was_backward:  # another graph: what is forward comes before all of it
         token = None
-    with torch._C._AutoDispatchBelowAutograd(), mode:
-        result, token = next_node(*args, token, **kwargs)
+    meta = get_current_meta()
+    policy = meta.get("recompute")
+    if policy is not None:
+        meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        with torch._C._AutoDispatchBelowAutograd(), mode:
+            result, token = next_node(*args, token, **kwargs)
+    finally:
+        if policy is not None:
+            meta["recompute"] = policy
     _tokens[mode] = is_backward, token
     return result
 
+
+SAC_IGNORED_OPS.add(torch.ops.tessel.apply.default)  # or torch says again that it is repeated
 
 # what was put last into a graph that is made now: whether in its backward pass, and its token
 _tokens: WeakKeyDictionary[FunctionalTensorMode, tuple[bool, Tensor]] = WeakKeyDictionary()

@@ -152,7 +152,9 @@ class Checkpoint:
         """
         self._problem.clear()
         self._problem.update(_problem(method))
-        seen = tell(space.workers, self._seen()).values() if self.resume else ()
+        with together(_CALL, space.workers, f"the checkpoint in {self.folder} cannot be read"):
+            own = self._seen() if self.resume else set[int]()
+        seen = tell(space.workers, own).values() if self.resume else ()
         problem = ""  # of the newest generation
         for iteration in sorted(set[int]().union(*seen), reverse=True):
             try:
