@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+import garbage  # noqa: F401
 import jobs
 from tessel.testing.pool import WorkerPool
 
@@ -25,7 +26,7 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
 # tensors of some functions, and with forward mode
-PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
+PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage")
 ALONE = ("launch", "transport")  # folders whose tests share the machine with one other at most,
 # but for these, of values alone
 BESIDE = (
