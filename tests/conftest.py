@@ -34,6 +34,8 @@ BESIDE = (
     "test_unequal_workers",
 )
 LONGEST = "test_hosts"  # of the files that `make test` shares out as a whole
+# torch keeps groups of meshes after their world; threads of theirs wake a hundred times a second
+LINGER = ("test_dtensors", "test_parallel_training", "test_partition", "test_wrapped")
 ZOO = ("timm", "segmentation_models_pytorch", "monai", "diffusers", "transformers", "neuralop")
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
@@ -141,8 +143,9 @@ def is_alone(path: Path) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of each number of workers together, so that worlds are rarely made anew.
 
-    Those that end workers come last: new workers import anew what the others have imported. The
-    file that takes longest comes first: the lane that has it would keep the others waiting.
+    Those that end workers come last: new workers import anew what the others have imported. Those
+    that leave threads behind come before them. The file that takes longest comes first: the lane
+    that has it would keep the others waiting.
     """
     for item in items:
         if is_alone(item.path):
@@ -155,6 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key=lambda item: (
             item.path.stem != LONGEST,
             item.get_closest_marker("ends_workers") is not None,
+            item.path.stem in LINGER,
             _num_workers(item),
         )
     )
