@@ -165,15 +165,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _quick(items: list[pytest.Item]) -> Iterable[pytest.Item]:
-    """Of the cases of each test the first on two workers, else on three, else the first."""
+    """Of the cases of each test that are not slow one on two workers, else on three, else any."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        if item.get_closest_marker("slow") is None:
+            name = getattr(item, "originalname", item.name)
+            cases.setdefault((item.path, name), []).append(item)
     wanted = {2: 0, 3: 1}
-    firsts = (
+    return (
         min(some, key=lambda item: wanted.get(_num_workers(item), 2)) for some in cases.values()
     )
-    return (item for item in firsts if item.get_closest_marker("slow") is None)
 
 
 def _num_workers(item: pytest.Item) -> int:
