@@ -3,9 +3,10 @@
 Workers with NCCL train a ResNet-18 and a 3-D U-Net in slabs. One step is recorded by torch's
 profiler: kernel launches, copies and fills, waits of the host for the device, NCCL kernels, and the
 host's time until the step is queued, with what NCCL's calls and waits for others take of it, and
-its time where the step was captured in a CUDA graph. If
+its time where the model is compiled, and where the step was captured in a CUDA graph. If
 there are fewer GPUs than workers, each worker counts as a host of its own and they share GPUs: the
-counts are real, the times are not.
+counts are real, the times are not, unless CUDA's Multi-Process Service lets kernels of several
+processes run at once (`nvidia-cuda-mps-control -d`).
 
     python benchmarks/launches.py [--workers 2] [--names] [--host] [--divide 8]
 """
@@ -44,11 +45,13 @@ KINDS = {
     "copies, fills": ("cudaMemcpyAsync", "cudaMemsetAsync", "cudaMemcpy", "cudaMemset"),
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
 }
-COLUMNS = (*KINDS, "NCCL", "host ms", "of it others", "captured ms")
+COLUMNS = (*KINDS, "NCCL", "host ms", "of it others", "compiled ms", "captured ms")
 LIMIT = 300.0  # seconds for one job
 
 
-def step_of(name: str, alone: bool, divisor: int = 1) -> Callable[[], None]:
+def step_of(
+    name: str, alone: bool, divisor: int = 1, is_compiled: bool = False
+) -> Callable[[], None]:
     """A training step of torch's own model, or of this worker's part."""
     kind, arguments, shape = MODELS[name]
     shape = (*shape[:2], *(length // divisor for length in shape[2:]))
@@ -61,6 +64,8 @@ def step_of(name: str, alone: bool, divisor: int = 1) -> Callable[[], None]:
         model = tessel.nn.distribute_module(model, P)
         x = tessel.Layout.balanced(P, shape).local_part(x).clone()
     model, x = model.cuda(), x.cuda()
+    if is_compiled:
+        model.compile()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step() -> None:
@@ -86,6 +91,20 @@ def captured(step: Callable[[], None]) -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         graph.replay()
+        seconds.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(seconds)
+
+
+def queued(step: Callable[[], None]) -> float:
+    """The host's seconds until a step is queued."""
+    for _ in range(4):
+        step()
+    seconds = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
         seconds.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
     return statistics.median(seconds)
@@ -133,15 +152,7 @@ def waited(step: Callable[[], None]) -> float:
 def counts(name: str, alone: bool, divisor: int = 1) -> tuple[dict[str, float], Counter[str], str]:
     """What one step asks for, and the names of kernels and operators, by how often they occur."""
     step = step_of(name, alone, divisor)
-    for _ in range(4):
-        step()
-    hosts = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        hosts.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
+    host = queued(step)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         step()
     names: Counter[str] = Counter()
@@ -151,9 +162,10 @@ def counts(name: str, alone: bool, divisor: int = 1) -> tuple[dict[str, float], 
     # the profiler itself waits for the device at its end
     found["waits"] = max(0, found["waits"] - _ends(recorded))
     found["NCCL"] = sum(number for each, number in names.items() if each.startswith("ncclDev"))
-    found["host ms"] = 1e3 * statistics.median(hosts)
+    found["host ms"] = 1e3 * host
     found["of it others"] = 1e3 * waited(step)
     where = on_host(step)
+    found["compiled ms"] = 1e3 * queued(step_of(name, alone, divisor, is_compiled=True))
     found["captured ms"] = 1e3 * captured(step)
     return found, names, where
 
@@ -208,6 +220,10 @@ def main() -> int:
             f"launches {ratio:.2f} times (aim 1.6), its own host time {host[0]:.2f} times (aim "
             f"1.5), {host[1]:.2f} of torch's on as many processes"
         )
+        for way in ("compiled ms", "captured ms"):
+            took, beside = (rows[text][0][way] for text in ("Tessel", "torch, each"))
+            eager = took / rows["torch, each"][0]["host ms"]
+            print(f"{way[:-3]}: {eager:.2f} of torch's eager step, {took / beside:.2f} of its own")
         if given.names:
             more = rows["Tessel"][1] - rows["torch"][1]
             for each, number in more.most_common(70):

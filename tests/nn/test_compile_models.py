@@ -6,11 +6,15 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import tessel
 from compilers import SECONDS, needs_compiler
@@ -103,7 +107,7 @@ def compare(fast: Any, model: nn.Module, plain: nn.Module, x: Tensor) -> None:
 
 
 def compile_module(
-    make: Callable[[Any], nn.Module], backend: str, rows: list[int], evaluates: bool = True
+    make: Callable[[Any], nn.Module], backend: Any, rows: list[int], evaluates: bool = True
 ) -> None:
     torch._dynamo.reset()
     torch.manual_seed(tessel.world().rank)
@@ -176,6 +180,51 @@ def test_with_older_torch(run: Run, what: str) -> None:
 @needs_compiler
 def test_with_inductor(run: Run) -> None:
     run(compile_module, residual, "inductor", [8, 8], False, nprocs=2, timeout=SECONDS)
+
+
+def in_own_order(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """A compiler that puts nodes into another order on each worker, as each may."""
+    random = Random(tessel.world().rank)
+    new = torch.fx.Graph()
+    copies = {node: new.node_copy(node) for node in graph.graph.find_nodes(op="placeholder")}
+    left = [node for node in graph.graph.nodes if node not in copies and node.op != "output"]
+    while left:
+        ready = [node for node in left if all(each in copies for each in node.all_input_nodes)]
+        node = random.choice(ready)
+        copies[node] = new.node_copy(node, copies.__getitem__)
+        left.remove(node)
+    new.node_copy(graph.graph.output_node(), copies.__getitem__)
+    return make_boxed_func(torch.fx.GraphModule(graph, new).forward)
+
+
+class Apart(nn.Module):
+    """Layers and movements that do not depend on each other."""
+
+    def __init__(self, P: tessel.Partition) -> None:
+        super().__init__()
+        self.wide = DistributedConv2d(P, 2, 2, 5, padding=2)
+        self.norm = DistributedBatchNorm(P, 2)
+        self.narrow = DistributedConv2d(P, 2, 2, 3, padding=1)
+        self.sum = tessel.nn.AllSumReduce(P, [2])
+        self.gather = tessel.nn.AllGather(P, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = x.mean(2, keepdim=True), x.square().mean(2, keepdim=True)
+        both = self.sum(means[0]) * self.sum(means[1]).sin() + self.gather(means[0]).mean(3, True)
+        return self.wide(x) * self.narrow(x) + self.norm(x) * both
+
+
+@pytest.mark.parametrize("make", [residual, tokens, Apart])
+def test_a_compiler_that_orders_nodes_otherwise_on_each_worker(
+    run: Run, make: Callable[[Any], nn.Module]
+) -> None:
+    run(compile_in_own_order, make, nprocs=3, timeout=SECONDS)
+
+
+def compile_in_own_order(make: Callable[[Any], nn.Module]) -> None:
+    partitioned = min_cut_rematerialization_partition  # as inductor does it
+    backend = aot_autograd(fw_compiler=in_own_order, partition_fn=partitioned)
+    compile_module(make, backend, [8, 8], False)
 
 
 def compile_around() -> None:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._guards import detect_fake_mode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -25,9 +27,7 @@ from tessel.core.handles import constant_in_graphs, object_of
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@torch.library.custom_op("tessel::apply", mutates_args=())
-def node(x: Tensor, handle: str) -> Tensor:
-    """Apply the operator of this handle, whose messages carry the number behind it, if any."""
+def _applied(x: Tensor, handle: str) -> Tensor:
     name, _, number = handle.partition("#")
     if not number:
         return object_of(name)._apply(x)
@@ -35,16 +35,53 @@ def node(x: Tensor, handle: str) -> Tensor:
         return object_of(name)._apply(x)
 
 
-@node.register_fake
-def _(x: Tensor, handle: str) -> Tensor:
+def _without_values(x: Tensor, handle: str) -> Tensor:
     return x.new_empty(object_of(handle.partition("#")[0]).codomain.local_shape)
+
+
+@torch.library.custom_op("tessel::apply", mutates_args=())
+def node(x: Tensor, handle: str) -> Tensor:
+    """Apply the operator of this handle, whose messages carry the number behind it, if any."""
+    return _applied(x, handle)
+
+
+@torch.library.custom_op("tessel::apply_after", mutates_args=())
+def next_node(x: Tensor, handle: str, token: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same, after the node that gave the token."""
+    return _applied(x, handle), x.new_empty(1)
+
+
+node.register_fake(_without_values)
+next_node.register_fake(lambda x, handle, _: (_without_values(x, handle), x.new_empty(1)))
+
+
+@node.register_torch_dispatch(FunctionalTensorMode)
+def _(mode: FunctionalTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """Put a node after the last one of the graph, forward or backward.
+
+    A compiler may change the order of nodes that do not depend on each other, and workers whose
+    parts differ would not get the same one. Each would then wait for a message that another sends
+    later, or NCCL, which pairs calls by their order, would give it the message of another call.
+    (Inductor does not keep the order of torch's effectful operators, in 2.13.)
+    """
+    is_backward = torch._C._current_graph_task_id() != -1
+    was_backward, token = _tokens.get(mode, (is_backward, None))
+    if is_backward and not was_backward:  # another graph: what is forward comes before all of it
+        token = None
+    with torch._C._AutoDispatchBelowAutograd(), mode:
+        result, token = next_node(*args, token, **kwargs)
+    _tokens[mode] = is_backward, token
+    return result
+
+
+# what was put last into a graph that is made now: whether in its backward pass, and its token
+_tokens: WeakKeyDictionary[FunctionalTensorMode, tuple[bool, Tensor]] = WeakKeyDictionary()
 
 
 class Trace:
     """The movements of a call that is traced, in their order, and of its backward pass.
 
-    A compiler may put nodes that do not depend on each other into another order, and workers whose
-    parts differ need not get the same one. So each has a number, which its messages carry.
+    Each has a number, which its messages carry.
     """
 
     def __init__(self) -> None:
@@ -201,6 +238,7 @@ def _be_ready() -> bool:
         _called.append(torch._dynamo.nonstrict_trace(_run))
         # Others wait for a worker also where it needs nothing of what comes, as with an empty part.
         torch.fx.node.has_side_effect(torch.ops.tessel.apply.default)
+        torch.fx.node.has_side_effect(torch.ops.tessel.apply_after.default)
     return True
 
 

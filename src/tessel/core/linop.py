@@ -429,7 +429,10 @@ def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
     operator, meta = caller._agreement.agree_on(replace(signature, compiles=True))
     # Text, as handles are: what a graph keeps of this call. The words tell signatures apart.
     name = "_agreed_" + "_".join(map(str, signature.words()))
-    caller.__dict__[name] = Compiled(operator, caller._agreement, signature), meta
+    compiled = Compiled(operator, caller._agreement, signature)
+    caller.__dict__[name] = compiled, meta
+    # A graph knows it by its handle alone, and there may be another of the same signature.
+    caller.__dict__.setdefault("_agreed_in_graphs", []).append(compiled)
     return name
 
 

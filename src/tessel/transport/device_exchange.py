@@ -112,8 +112,10 @@ class DeviceExchange:
 
     def _to_host(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Tensors in memory of the CPU, once the GPU has written them."""
+        # the GPU conjugates and negates: torch would let the host do it before the copy is there
         copies = {
-            worker: self._room(x).copy_(x, non_blocking=True) for worker, x in tensors.items()
+            worker: self._room(x).copy_(x.resolve_conj().resolve_neg(), non_blocking=True)
+            for worker, x in tensors.items()
         }
         if copies and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
