@@ -3,7 +3,8 @@
 Workers with NCCL train a ResNet-18 and a 3-D U-Net in slabs. One step is recorded by torch's
 profiler: kernel launches, copies and fills, waits of the host for the device, NCCL kernels, and the
 host's time until the step is queued, with what NCCL's calls and waits for others take of it, and
-its time where the model is compiled, and where the step was captured in a CUDA graph. If
+its time where the model is compiled, where its passes are CUDA graphs by
+`torch.cuda.make_graphed_callables`, and where the whole step was captured in one. If
 there are fewer GPUs than workers, each worker counts as a host of its own and they share GPUs: the
 counts are real, the times are not, unless CUDA's Multi-Process Service lets kernels of several
 processes run at once (`nvidia-cuda-mps-control -d`).
@@ -45,13 +46,11 @@ KINDS = {
     "copies, fills": ("cudaMemcpyAsync", "cudaMemsetAsync", "cudaMemcpy", "cudaMemset"),
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
 }
-COLUMNS = (*KINDS, "NCCL", "host ms", "of it others", "compiled ms", "captured ms")
+COLUMNS = (*KINDS, "NCCL", "host ms", "of it others", "compiled ms", "graphed ms", "captured ms")
 LIMIT = 300.0  # seconds for one job
 
 
-def step_of(
-    name: str, alone: bool, divisor: int = 1, is_compiled: bool = False
-) -> Callable[[], None]:
+def step_of(name: str, alone: bool, divisor: int = 1, way: str = "eager") -> Callable[[], None]:
     """A training step of torch's own model, or of this worker's part."""
     kind, arguments, shape = MODELS[name]
     shape = (*shape[:2], *(length // divisor for length in shape[2:]))
@@ -64,8 +63,10 @@ def step_of(
         model = tessel.nn.distribute_module(model, P)
         x = tessel.Layout.balanced(P, shape).local_part(x).clone()
     model, x = model.cuda(), x.cuda()
-    if is_compiled:
+    if way == "compiled":
         model.compile()
+    elif way == "graphed":
+        model = torch.cuda.make_graphed_callables(model, (x.clone(),))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step() -> None:
@@ -165,7 +166,8 @@ def counts(name: str, alone: bool, divisor: int = 1) -> tuple[dict[str, float], 
     found["host ms"] = 1e3 * host
     found["of it others"] = 1e3 * waited(step)
     where = on_host(step)
-    found["compiled ms"] = 1e3 * queued(step_of(name, alone, divisor, is_compiled=True))
+    for way in ("compiled", "graphed"):
+        found[f"{way} ms"] = 1e3 * queued(step_of(name, alone, divisor, way))
     found["captured ms"] = 1e3 * captured(step)
     return found, names, where
 
@@ -220,7 +222,7 @@ def main() -> int:
             f"launches {ratio:.2f} times (aim 1.6), its own host time {host[0]:.2f} times (aim "
             f"1.5), {host[1]:.2f} of torch's on as many processes"
         )
-        for way in ("compiled ms", "captured ms"):
+        for way in ("compiled ms", "graphed ms", "captured ms"):
             took, beside = (rows[text][0][way] for text in ("Tessel", "torch, each"))
             eager = took / rows["torch, each"][0]["host ms"]
             print(f"{way[:-3]}: {eager:.2f} of torch's eager step, {took / beside:.2f} of its own")

@@ -18,6 +18,45 @@ pytestmark = [
 ]
 
 
+def graphed(ways: str, kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """Parameters after some steps of a model whose passes torch captured, or not."""
+    torch.manual_seed(0)
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, *[1] * (len(shape) - 3)])
+    model = tessel.nn.distribute_module(getattr(models, kind)(*arguments), P).double().cuda()
+    given = torch.Generator().manual_seed(1)
+    whole = [torch.randn(shape, generator=given).double() for _ in range(4)]
+    parts = [tessel.Layout.balanced(P, shape).local_part(x).cuda() for x in whole]
+    kept = {name: value.clone() for name, value in model.named_buffers()}
+    if ways == "graphed":
+        model = torch.cuda.make_graphed_callables(model, (parts[0].clone(),))
+        with torch.no_grad():  # which runs the model some times
+            for name, value in model.named_buffers():
+                value.copy_(kept[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    for part in parts:
+        optimizer.zero_grad(set_to_none=True)
+        model(part).square().mean().backward()
+        optimizer.step()
+    model.eval()  # which was not captured
+    with torch.no_grad():
+        y = model(parts[0]).cpu()
+    return {key: value.cpu() for key, value in model.state_dict().items()}, y
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "shape"),
+    [("ResNet18", (8, 10), (2, 3, 64, 64)), ("UNet", (3, 4), (1, 1, 16, 16, 16))],
+)
+def test_graphed_callables(kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    eager = over_nccl(graphed, 2, "eager", kind, arguments, shape)
+    replayed = over_nccl(graphed, 2, "graphed", kind, arguments, shape)
+    for (one, y), (other, z) in zip(eager, replayed, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(other[key], value, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(z, y, rtol=1e-9, atol=1e-9)
+
+
 def trained(captured: bool, kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """The parameters and buffers after some steps, and the seconds that the host took for one."""
     torch.manual_seed(0)

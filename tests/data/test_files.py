@@ -18,7 +18,8 @@ import zarr
 
 import tessel
 from tessel.core.layout import Cut, Layout
-from tessel.data import files, formats, zarr_format
+from tessel.data import files, zarr_format
+from tessel.state import folders
 from tessel.tensor import Tensor
 from tessel.testing import count_traffic
 
@@ -247,7 +248,7 @@ def some_fail(folder: str, name: str) -> None:
         raise OSError("no space left")
 
     form = files.ZarrFormat if name.endswith("zarr") else files.CheckpointFormat
-    for rank, owner, method in ((1, form, "write"), (0, form, "prepare"), (0, formats, "commit")):
+    for rank, owner, method in ((1, form, "write"), (0, form, "prepare"), (0, folders, "commit")):
         right = getattr(owner, method)
         if P.rank == rank:
             setattr(owner, method, told(right) if method == "write" else fail)

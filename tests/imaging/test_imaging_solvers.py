@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from tessel.imaging import (
 )
 from tessel.imaging.parts import operator_grid
 from tessel.imaging.parts.operators import Differences
+from tessel.state import checkpoint_reader, folders
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -478,6 +480,10 @@ def test_a_solver_sends_a_few_numbers_an_iteration(run: Run) -> None:
 # --- checkpoints
 
 
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
 def all_resumed(folder: str, grid: tuple[int, int] | None) -> list[str]:
     """The methods that do not resume as they should."""
     return [name for name in METHODS if not resumed(f"{folder}/{name}", grid, name)]
@@ -537,13 +543,10 @@ def test_a_metric_may_be_new_when_a_run_resumes(run: Run, tmp_path: Path, nprocs
 def test_resume(run: Run, tmp_path: Path, nprocs: int, grid: tuple[int, int] | None) -> None:
     assert run(all_resumed, str(tmp_path), grid, nprocs=nprocs) == [[]] * nprocs
     for name in METHODS:
-        folders = sorted(
-            str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("worker-*")
-        )
-        assert folders == [  # two generations
-            f"iteration-{i:08d}/worker-{k}-of-{nprocs}.safetensors"
+        assert files_in(tmp_path / name) == [  # two generations
+            f"iteration-{i:08d}/{file}"
             for i in (6, 8)
-            for k in range(nprocs)
+            for file in (".metadata", *(f"__{k}_0.distcp" for k in range(nprocs)))
         ]
 
 
@@ -578,9 +581,9 @@ def half_written(folder: str, damage: str) -> tuple[list[int], bool, list[str]]:
     want = solvers.solve(method, values(3), **options)
     tessel.world().group.share_objects(None)
     if rank == 1:
-        own = Path(folder, "iteration-00000008", "worker-1-of-2.safetensors")
+        own = Path(folder, "iteration-00000008", "__1_0.distcp")
         if damage == "unnamed":  # as when it is ended in the moment before
-            own.rename(own.with_name(own.name + ".unfinished"))
+            own.parent.rename(own.parent.with_name(f".{own.parent.name}.0123456789ab"))
         elif damage == "missing":
             own.unlink()
         else:
@@ -604,46 +607,68 @@ def test_the_generation_before_is_used_with_a_warning(
         half_written, str(tmp_path), damage, nprocs=2
     )
     assert same and same_too and no_texts == []
-    if damage == "unnamed":  # all of it is there
-        assert (seen, seen_too, texts) == ([], [], [])
-        return
     assert seen == seen_too == [5, 6, 7, 8]
+    assert {path.name for path in tmp_path.iterdir()} == {f"iteration-0000000{k}" for k in (4, 8)}
+    if damage == "unnamed":
+        assert texts == []
+        return
     (text,) = texts
     assert f"the checkpoint in {tmp_path} " in text and "resumes from iteration 4" in text
-    assert "iteration-00000008/worker-1-of-2.safetensors" in text
+    assert "iteration-00000008/__1_0.distcp" in text
     if damage == "flipped":
         assert "are not those that were written" in text
 
 
-def solve_in_ten_iterations(folder: str, is_killed: bool) -> None:
-    """Keep the solution in a folder, unless worker 1 is killed in the seventh iteration."""
-    P, layout = tessel.world(), layout_of((2, 1))
+MOMENTS = {  # of the sixth iteration, in which a worker is killed; from which one it resumes
+    "the seventh": 6,
+    "has written": 3,
+    "before the name": 3,
+    "after the name": 6,
+}
+
+
+def solve_in_ten_iterations(folder: str, moment: str, grid: tuple[int, int]) -> int:
+    """Keep the solution in a folder, unless a worker is killed on the way; how many were made."""
+    P, layout, done = tessel.world(), layout_of(grid), [0]
+
+    def die(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def each(k: int, x: Tensor) -> None:
-        if is_killed and k == 7 and P.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(k)
+        if moment == "the seventh" and k == 7 and P.rank == 1:
+            die()
+        commit = folders.commit
+        if k == 6 and moment == "has written" and P.rank == 1:
+            checkpoint_reader.checksum_at = die
+        elif k == 6 and moment == "before the name" and P.rank == 0:
+            folders.commit = die
+        elif k == 6 and moment == "after the name" and P.rank == 0:
+            folders.commit = lambda *paths: (commit(*paths), die())
 
     found = solvers.solve(
         method_of("ADMM", Problem(layout)), layout.local_part(values(3)), layout=layout,
         max_iterations=10, each=each, checkpoint=solvers.Checkpoint(folder, every=3),
     )  # fmt: skip
-    torch.save((found.x, found.iterations), f"{folder}/result-{P.rank}.pt")
+    torch.save((found.x, found.iterations), f"{folder}-{P.rank}.pt")
+    return len(done) - 1
 
 
 @pytest.mark.ends_workers
-def test_a_killed_run_resumes(run: Run, tmp_path: Path) -> None:
-    """Killed in the seventh iteration, it goes on from the sixth."""
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_resumes(run: Run, tmp_path: Path, moment: str) -> None:
+    """Also one that is killed while it writes: it goes on from what is complete."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    run(solve_in_ten_iterations, str(whole), False, nprocs=2)
+    run(solve_in_ten_iterations, str(whole), "", (2, 1), nprocs=2)
     with pytest.raises(tessel.WorkerLost, match="SIGKILL"):
-        run(solve_in_ten_iterations, str(killed), True, nprocs=2)
-    left = {path.parent.name for path in killed.rglob("worker-*")}
-    assert left == {"iteration-00000003", "iteration-00000006"}
-    run(solve_in_ten_iterations, str(killed), False, nprocs=2)
+        run(solve_in_ten_iterations, str(killed), moment, (2, 1), nprocs=2)
+    left = {path.name for path in killed.glob("iteration-*")}
+    assert left == {f"iteration-0000000{k}" for k in (3, MOMENTS[moment])}
+    results = run(solve_in_ten_iterations, str(killed), "", (2, 1), nprocs=2)
+    assert results == [10 - MOMENTS[moment]] * 2
+    assert files_in(killed) == files_in(whole)
     for rank in range(2):
-        want, found = (torch.load(each / f"result-{rank}.pt") for each in (whole, killed))
+        want, found = (torch.load(f"{each}-{rank}.pt") for each in (whole, killed))
         assert torch.equal(want[0], found[0]) and want[1] == found[1] == 10
 
 
@@ -723,8 +748,8 @@ def test_a_run_goes_on_in_other_parts(run: Run, tmp_path: Path, before: Any, aft
             assert seen == [6, 7, 8] and iterations == 8, name
             assert error < 1e-10, (name, error)
     for name in KEEPING:
-        folders = {path.name for path in (tmp_path / name).rglob("worker-*")}
-        assert folders == {f"worker-{k}-of-{after[0]}.safetensors" for k in range(after[0])}
+        files = {path.name for path in (tmp_path / name).rglob("*_0.distcp")}
+        assert files == {f"__{k}_0.distcp" for k in range(after[0])}
 
 
 class Collector(solvers.Method):
@@ -787,8 +812,8 @@ def test_files_that_a_worker_does_not_see(run: Run, tmp_path: Path) -> None:
     results = run(lone, str(tmp_path), nprocs=2)
     for folder, (kind, text) in enumerate(results):
         assert kind == "ValueError" and "the image lay in other parts" in text
-        assert f"the checkpoint in {tmp_path}/{folder} cannot be read on worker 0" in text
-        assert "worker-1-of-2.safetensors: No such file" in text
+        assert f"the checkpoint in {tmp_path}/{folder} cannot be read" in text
+        assert "on worker 0, " in text and "lacks pieces of 'values.x'" in text
 
 
 def few(folder: str) -> tuple[str, str]:
@@ -806,21 +831,25 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> 
     """Never a silent start from the beginning; the file is named."""
     assert run(few, str(tmp_path), nprocs=2) == [("", "")] * 2
     for iteration in (1, 2):
-        (tmp_path / f"iteration-{iteration:08d}" / "worker-1-of-2.safetensors").unlink()
+        (tmp_path / f"iteration-{iteration:08d}" / "__1_0.distcp").unlink()
     first, second = run(few, str(tmp_path), nprocs=2)
     assert first == second and first[0] == "ValueError"
-    assert "lacks iteration-00000002/worker-1-of-2.safetensors: worker 1 does not" in first[1]
+    assert "on worker 1, FileNotFoundError: [Errno 2] No such file" in first[1]
+    assert "iteration-00000002/__1_0.distcp" in first[1]
+    # One worker alone needs what the first one wrote, which has the whole image, and its notes.
+    assert run(few, str(tmp_path), nprocs=1) == [("", "")]
+    for iteration in (1, 2):
+        (tmp_path / f"iteration-{iteration:08d}" / ".metadata").unlink()
     ((kind, text),) = run(few, str(tmp_path), nprocs=1)
-    assert kind == "ValueError" and "worker-1-of-2.safetensors of 2 workers" in text
-    assert "this run has 1" in text
+    assert kind == "ValueError" and "iteration-00000002/.metadata" in text
 
 
 def few_that_cannot_be_named(folder: str, steps: int) -> tuple[tuple[str, str], int]:
-    """Worker 1 can write files, and not give the last of them its name."""
+    """Workers can write files, and the first cannot give the folder of the third its name."""
     layout, replace, done = layout_of(None), os.replace, []
 
     def refuse(source: Any, target: Any) -> None:
-        if "iteration-00000003" in str(target) and tessel.world().rank == 1:
+        if Path(target).name == "iteration-00000003":
             raise PermissionError(13, "not allowed", str(target))
         replace(source, target)
 
@@ -837,22 +866,24 @@ def few_that_cannot_be_named(folder: str, steps: int) -> tuple[tuple[str, str], 
         os.replace = replace
 
 
-def test_a_file_that_cannot_get_its_name_raises_on_all_workers(run: Run, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_get_its_name_raises_on_all_workers(run: Run, tmp_path: Path) -> None:
     """All raise before the next iteration, and the next run resumes."""
     first, second = run(few_that_cannot_be_named, str(tmp_path), 5, nprocs=2)
     assert first == second and first[0][0] == "ValueError"
-    assert "cannot be completed on worker 1 (PermissionError: [Errno 13] not allowed" in first[0][1]
-    # which is refused for the third only: the file of worker 1 gets its name when a run resumes
-    results = run(few_that_cannot_be_named, str(tmp_path), 5, nprocs=2)
-    assert results == [(("", ""), 2)] * 2
+    assert "cannot be written: on worker 0, PermissionError: [Errno 13]" in first[0][1]
+    assert first[1] == 3
+    results = run(few_that_cannot_be_named, str(tmp_path), 2, nprocs=2)
+    assert results == [(("", ""), 0)] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {f"iteration-0000000{k}" for k in (1, 2)}
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused(run: Run, tmp_path: Path) -> None:
-    """Which wrote folders with torch.distributed.checkpoint, and these with pickles."""
-    (tmp_path / "iteration-00000002" / "worker-0-of-1").mkdir(parents=True)
+@pytest.mark.parametrize("name", ["worker-0-of-1", "worker-0-of-1.safetensors"])
+def test_a_checkpoint_of_an_earlier_version_is_refused(run: Run, tmp_path: Path, name: str) -> None:
+    """Which wrote a folder, or a file, for each worker."""
+    (tmp_path / "iteration-00000002" / name).mkdir(parents=True)
     ((kind, text),) = run(few, str(tmp_path), nprocs=1)
     assert kind == "ValueError" and "is of an earlier version of Tessel" in text
-    assert "iteration-00000002/worker-0-of-1" in text
+    assert f"iteration-00000002/{name}" in text
 
 
 class Halving:
@@ -882,15 +913,15 @@ def test_a_run_goes_on_where_the_first_worker_held_nothing(run: Run, tmp_path: P
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut short": lambda data: data[:200],
     "empty": lambda data: b"",
-    "too long": lambda data: data + b"x",
+    "too long": lambda data: b"x" + data,
     "flipped": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
-    "flipped in the header": lambda data: data.replace(b"F64", b"I64", 1),
+    "flipped in the header": lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:],
     "foreign": lambda data: b"\x08\0\0\0\0\0\0\0{}      ",
     "a pickle": lambda data: pickle.dumps({"notes": 1}) + data,
 }
 
 
-def damaged(folder: str, moves: bool, damage: str) -> tuple[str, str]:
+def damaged(folder: str, moves: bool, damage: str, name: str) -> tuple[str, str]:
     layout = layout_of((2, 1))
     keep = solvers.Checkpoint(folder, every=2)
     options: dict[str, Any] = {"max_iterations": 2, "checkpoint": keep}
@@ -898,7 +929,7 @@ def damaged(folder: str, moves: bool, damage: str) -> tuple[str, str]:
     solvers.solve(method, layout.local_part(values(3)), layout=layout, **options)
     tessel.world().group.share_objects(None)
     if tessel.world().rank == 1:
-        data = Path(folder, "iteration-00000002", "worker-1-of-2.safetensors")
+        data = Path(folder, "iteration-00000002", name)
         data.write_bytes(DAMAGES[damage](data.read_bytes()))
     tessel.world().group.share_objects(None)
     layout = layout_of((1, 2)) if moves else layout
@@ -908,15 +939,17 @@ def damaged(folder: str, moves: bool, damage: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize(
+    ("moves", "name"), [(False, "__1_0.distcp"), (True, "__1_0.distcp"), (True, ".metadata")]
+)
 def test_a_damaged_file_raises_on_all_workers(
-    run: Run, tmp_path: Path, moves: bool, damage: str
+    run: Run, tmp_path: Path, moves: bool, name: str, damage: str
 ) -> None:
     """One worker alone finds its file cut short, or each finds it: nobody waits for the other."""
-    first, second = run(damaged, str(tmp_path), moves, damage, nprocs=2)
+    first, second = run(damaged, str(tmp_path), moves, damage, name, nprocs=2)
     assert first == second and first[0] == "ValueError"
-    assert f"the checkpoint in {tmp_path} cannot be read on worker" in first[1]
-    assert f"{tmp_path}/iteration-00000002/worker-1-of-2.safetensors" in first[1]
+    assert f"the checkpoint in {tmp_path} cannot be read" in first[1] and "on worker " in first[1]
+    assert f"{tmp_path}/iteration-00000002/{name}" in first[1]
     assert "pass resume=False, or take another folder" in first[1]
 
 
@@ -933,7 +966,9 @@ def few_steps(folder: Path) -> solvers.Solution:
 def test_any_damage_is_found(tmp_path: Path, data: st.DataObject) -> None:
     """A flipped bit, or an end that is missing: an error that names the file, or what was kept."""
     want = few_steps(tmp_path)
-    (path,) = tmp_path.rglob("worker-*")
+    path = (
+        tmp_path / "iteration-00000002" / data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
+    )
     right = path.read_bytes()
     damaged, at = bytearray(right), data.draw(st.integers(0, 8 * len(right) - 1))
     damaged[at // 8] ^= 1 << at % 8
@@ -949,11 +984,22 @@ def test_any_damage_is_found(tmp_path: Path, data: st.DataObject) -> None:
 def test_files_without_names_are_no_checkpoint(tmp_path: Path) -> None:
     """A run that was ended before its first checkpoint was complete begins anew."""
     want = few_steps(tmp_path)
-    (path,) = tmp_path.rglob("worker-*")
-    path.with_name(path.name + ".unfinished").write_bytes(path.read_bytes()[:100])
-    path.unlink()
+    written, name = files_in(tmp_path), "iteration-00000002"
+    (tmp_path / name).rename(tmp_path / f".{name}.0123456789ab")
     assert torch.equal(few_steps(tmp_path).x, want.x)
-    assert [each.name for each in tmp_path.rglob("worker-*")] == [path.name]
+    assert files_in(tmp_path) == written
+
+
+def test_tessel_and_torch_read_it(tmp_path: Path) -> None:
+    """A generation is a checkpoint of torch.distributed.checkpoint, of whole tensors."""
+    want = few_steps(tmp_path)
+    folder = tmp_path / "iteration-00000002"
+    assert torch.equal(tessel.load(folder)["values"]["x"], want.x)
+    state = {"values": {"x": torch.empty(SHAPE, dtype=torch.float64)}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=folder)
+    assert torch.equal(state["values"]["x"], want.x)
 
 
 class Measured:
@@ -1003,8 +1049,8 @@ def on_a_full_disk(folder: str) -> tuple[str, str]:
 
 def test_a_worker_that_cannot_write_ends_all(run: Run, tmp_path: Path) -> None:
     for kind, text in run(on_a_full_disk, str(tmp_path), nprocs=2):
-        assert kind == "ValueError" and "cannot be written on worker 1 (NotADirector" in text
-    assert not list(tmp_path.rglob("worker-*"))
+        assert kind == "ValueError" and "cannot be written: on worker 1, NotADirectory" in text
+    assert not list(tmp_path.iterdir())
 
 
 # --- gradients through all iterations

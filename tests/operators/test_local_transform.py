@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -18,11 +19,23 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 KINDS = ("fftn", "ifftn", "rfftn", "irfftn")
 
 
+def choose(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Let TESSEL_FFT be this, as a job that begins would read it."""
+    patch.setenv("TESSEL_FFT", name)
+    local_transform.chosen_library.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def read_anew() -> Iterator[None]:
+    yield
+    local_transform.chosen_library.cache_clear()
+
+
 @pytest.fixture(params=["scipy", "fftw"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     pytest.importorskip({"scipy": "scipy.fft", "fftw": "pyfftw"}[name])
-    monkeypatch.setenv("TESSEL_FFT", name)
+    choose(name, monkeypatch)
     return name
 
 
@@ -96,10 +109,10 @@ def test_transforms_of_functions_take_torch_s(library: str) -> None:
 
 def test_the_setting_names_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     transform, x = LocalTransform("fftn", (0,), (4,), "backward"), torch.ones(4) + 0j
-    monkeypatch.setenv("TESSEL_FFT", "fftpack")
+    choose("fftpack", monkeypatch)
     with pytest.raises(ValueError, match="TESSEL_FFT must be one of auto, torch, scipy, fftw"):
         transform.library(x)
-    monkeypatch.setenv("TESSEL_FFT", "fftw")
+    choose("fftw", monkeypatch)
     monkeypatch.setitem(sys.modules, "pyfftw", None)  # as if it were not installed
     local_transform._imported.cache_clear()
     with pytest.raises(ValueError, match=r"TESSEL_FFT=fftw needs the package pyfftw.*set TESS"):
@@ -117,7 +130,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(self.kind)
         return x.new_full(x.shape, 7)
 
-    monkeypatch.delenv("TESSEL_FFT", raising=False)
+    choose("auto", monkeypatch)
     monkeypatch.setattr(local_transform, "_others", lambda: ("fftw",))
     monkeypatch.setattr(local_transform, "_imported", lambda name: True)
     monkeypatch.setattr(local_transform, "_measured", {})
@@ -181,7 +194,7 @@ def test_what_is_not_measured(fast: list[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(local_transform, "_MOST", 100)
     for _ in range(30):
         F * (torch.ones(64, 2) + 0j)
-    monkeypatch.setenv("TESSEL_FFT", "torch")
+    choose("torch", monkeypatch)
     for _ in range(30):
         F * (torch.ones(64) + 0j)
     assert not fast
@@ -205,7 +218,7 @@ def transform_by(library: str) -> None:
     here = tuple(slice(*interval) for interval in spread.layout_in.box())
     there = tuple(slice(*interval) for interval in spread.layout_out.box())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TESSEL_FFT", library if tessel.world().rank == 0 else "torch")
+        choose(library if tessel.world().rank == 0 else "torch", patch)
         part = x[here].requires_grad_()
         y = spread * part
         assert torch.allclose(y, torch.fft.rfftn(x)[there], rtol=0, atol=1e-12)

@@ -143,7 +143,7 @@ class Agreement(Generic[T]):
     givers: Collection[int]
     conclude: Conclusion[T]
     identity: str = ""
-    compiled: dict[Signature, T] = field(default_factory=dict)  # of calls in compiled code
+    compiled: dict[Any, T] = field(default_factory=dict)  # of calls in compiled code
     _known: dict[bytes, T] = field(default_factory=dict)
     _said: dict[Any, bytes] = field(default_factory=dict)  # what this worker says, by its tensor
 

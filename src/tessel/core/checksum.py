@@ -74,6 +74,9 @@ def mixed_sum(flat: Tensor) -> int:
     return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 
+NO_VALUES = (0, -1, 0)  # what is said of integers that are not there, or not yet
+
+
 def range_of(
     values: Any, dtypes: Sequence[torch.dtype], ignored: int | None = None, is_copy: bool = True
 ) -> tuple[int, int, int]:
@@ -88,7 +91,7 @@ def range_of(
         is_copy: whether there is something to compare; else the checksum is 0.
     """
     if not is_dense(values) or values.dtype not in dtypes:
-        return 0, -1, 0
+        return NO_VALUES
     with _DisableFuncTorch():  # what is only looked at belongs to no transform
         found = values.detach().to("cpu", torch.int64).contiguous().numpy()
     said = zlib.crc32(found.data) if found.size and is_copy else 0

@@ -39,13 +39,17 @@ def _without_values(x: Tensor, handle: str) -> Tensor:
     return x.new_empty(object_of(handle.partition("#")[0]).codomain.local_shape)
 
 
-@torch.library.custom_op("tessel::apply", mutates_args=())
+# Agreements and messages are made in each run, and not in a replay of what a GPU did in one.
+_TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
+
+
+@torch.library.custom_op("tessel::apply", mutates_args=(), tags=_TAGS)
 def node(x: Tensor, handle: str) -> Tensor:
     """Apply the operator of this handle, whose messages carry the number behind it, if any."""
     return _applied(x, handle)
 
 
-@torch.library.custom_op("tessel::apply_after", mutates_args=())
+@torch.library.custom_op("tessel::apply_after", mutates_args=(), tags=_TAGS)
 def next_node(x: Tensor, handle: str, token: Tensor | None) -> tuple[Tensor, Tensor]:
     """The same, after the node that gave the token."""
     return _applied(x, handle), x.new_empty(1)
@@ -167,7 +171,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
     """Let compilers have in their graph what a method computes with parts.
 
     Dynamo puts a call of the method into its graph without a look at it, and what makes the graph
-    of autograd runs it, on tensors without values. Parameters and buffers are arguments then.
+    of autograd runs it, on tensors without values. Parameters and buffers are arguments then. The
+    class derives from `HasHandle`, which says what it may define for that.
 
     Args:
         holder: the attribute with the module whose parameters it uses; by default its own object,
@@ -181,7 +186,8 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return method(self, *args, **kwargs)
-            kinds = [_kind_of(each) for each in (*args, *kwargs.values())]
+            given = [type(each) for each in (*args, *kwargs.values())]
+            kinds = [getattr(each, "graph_key", "") for each in given]
             if UNKNOWN in kinds or not self.can_be_traced(*args, **kwargs):
                 torch._dynamo.graph_break(msg=f"{type(self).__name__}: {NOT_IN_GRAPHS}")
                 return torch.compiler.disable(method)(self, *args, **kwargs)
@@ -193,7 +199,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
             if isinstance(module, torch.nn.Module):
                 # a graph is that of a mode: it is made anew when one of these changes
                 modes = [each.training for each in module.modules()]
-                own = self.plain_parameters() if hasattr(self, "plain_parameters") else None
+                own = self.plain_parameters()
                 for key, value in module.named_parameters() if own is None else own.items():
                     names.append(key)
                     values.append(value)
@@ -203,7 +209,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
             result = _called[0](
                 self.handle, name, holder, modes, names, values, kinds, args, kwargs
             )
-            kind = _kind_given(self.handle) if hasattr(self, "gives_kinds") else None
+            kind = _kind_given(self.handle) if self.gives_kinds else None
             return result if kind is None else result.as_subclass(kind)
 
         return cast(F, call)
@@ -215,11 +221,6 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
 # is its `graph_attribute`, a name and a value; a `graph_key` tells such classes apart.
 graph_kinds: dict[str, type] = {}
 UNKNOWN = "?"  # the key of a class that does not say it
-
-
-def _kind_of(x: Any) -> str:
-    """The key of the class of a tensor, or nothing."""
-    return getattr(type(x), "graph_key", "") if isinstance(x, Tensor) else ""
 
 
 @constant_in_graphs

@@ -15,6 +15,9 @@ _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 class HasHandle:
     """An object with a `handle` of its own; a copy of it gets another.
 
+    If a method of it is to be in graphs (`in_graphs`), it has `can_be_traced`, which says of a call
+    whether it can be, and may define how parameters enter and of which classes results are.
+
     No other process has the same handle, since compilers keep their results on the disk by what a
     graph says. It is text, since they take whole numbers for something that may change.
     """
@@ -22,6 +25,12 @@ class HasHandle:
     handle: str
     # attributes of this process or job, which a copy has to find anew, perhaps on another worker
     _derived: ClassVar[frozenset[str]] = frozenset({"handle"})
+
+    gives_kinds: ClassVar[bool] = False  # whether a result is of the class that it had in the trace
+
+    def plain_parameters(self) -> dict[str, Any] | None:
+        """The parameters as compiled code takes them; None for those of the module as they are."""
+        return None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         instance = super().__new__(cls)

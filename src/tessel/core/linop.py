@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, zip_longest
 from typing import Any, Protocol, TypeVar
 
@@ -320,16 +320,25 @@ class Entering(LinearOperator):
 T = TypeVar("T")
 
 
-def agreed_in_graphs(agreement: Agreement[T], x: Tensor) -> tuple[T, Callable[[], T]]:
-    """What workers conclude of a tensor without values, and what agrees again in a run.
+def agreed_in_graphs(
+    agree: Callable[..., T], *given: Any, compiled: dict[Any, T] | None = None, key: Any = None
+) -> tuple[T, Callable[..., T]]:
+    """What workers conclude of tensors without values, and what agrees again in a run.
 
-    A call is traced several times; that it is compiled, they tell each other once.
+    Args:
+        agree: called with signatures; in a run also with what is said of values then.
+        given: the tensors.
+        compiled: keeps conclusions. A call is traced several times; that it is compiled, workers
+            tell each other once, if these are kept.
+        key: what else tells conclusions apart there.
     """
-    signature = Signature.of(x)
-    if signature not in agreement.compiled:
+    signatures = tuple(map(Signature.of, given))
+    known = {} if compiled is None else compiled
+    if (key, signatures) not in known:
         with outside_of_graphs():
-            agreement.compiled[signature] = agreement.agree_on(replace(signature, compiles=True))
-    return agreement.compiled[signature], lambda: agreement.agree_on(signature)
+            found = agree(*(replace(each, compiles=True) for each in signatures))
+            known[key, signatures] = found
+    return known[key, signatures], partial(agree, *signatures)
 
 
 def enter_graph(
@@ -339,7 +348,7 @@ def enter_graph(
     prepare: Callable[[Tensor, Layout, TensorMeta], Tensor],
 ) -> tuple[Layout, TensorMeta, Tensor]:
     """How a tensor lies, its kind, and the prepared tensor, on which each run agrees again."""
-    (layout, meta), again = agreed_in_graphs(agreement, x)
+    (layout, meta), again = agreed_in_graphs(agreement.agree_on, x, compiled=agreement.compiled)
     agrees = agreement.label, agreement.group, lambda _: again()[0]
     return layout, meta, Entering(layout, *agrees, module).apply(prepare(x, layout, meta), meta)
 
@@ -396,12 +405,13 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
     A worker that takes no part in it gets a clone.
     """
     if is_compiling():
-        if not _takes_part_while_compiling(caller.handle):
-            return x.clone()
         lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
         enabled = torch.is_grad_enabled()
         kind = lengths, x.dtype, x.device.type, x.requires_grad and enabled, not enabled
-        operator, meta = getattr(caller, _agreed_while_compiling(caller.handle, *kind))
+        name = _agreed_while_compiling(caller.handle, *kind)
+        if not name:
+            return x.clone()
+        operator, meta = getattr(caller, name)
         return operator.apply(as_agreed(x, meta, gives), meta)
     caller.prepare()
     if not caller.takes_part:
@@ -415,16 +425,15 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
 
 
 @constant_in_graphs
-def _takes_part_while_compiling(handle: str) -> bool:
+def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
+    """Agree once, while all workers compile the call; the name of the conclusion's attribute.
+
+    Empty on a worker that takes no part.
+    """
     caller = object_of(handle)
     caller.prepare()
-    return bool(caller.takes_part)
-
-
-@constant_in_graphs
-def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
-    """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
-    caller = object_of(handle)
+    if not caller.takes_part:
+        return ""
     signature = Signature(tuple(lengths), *kind)
     operator, meta = caller._agreement.agree_on(replace(signature, compiles=True))
     # Text, as handles are: what a graph keeps of this call. The words tell signatures apart.

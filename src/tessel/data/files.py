@@ -17,8 +17,8 @@ from tessel.core.partition import Partition, world
 from tessel.core.shared import shared_whole
 from tessel.data.checkpoint_format import CheckpointFormat
 from tessel.data.formats import Format, Keys, Stored, flattened, nested, said_of
-from tessel.data.together import kind_of, together
 from tessel.data.zarr_format import ZarrFormat
+from tessel.state.raising import kind_of, together
 from tessel.tensor.tensor import Tensor, converters, layout_on
 
 Where = Partition | Layout | Mapping[str, Any] | None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,8 +13,7 @@ import torch
 from tessel.core.agreement import tell
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import world
-from tessel.data.together import together
-from tessel.state.tensor_file import commit
+from tessel.state.folders import whole_folder
 from tessel.tensor import Tensor
 
 Keys = tuple[str, ...]  # of a tensor in dicts of dicts; () for one that is alone
@@ -76,47 +74,18 @@ class Format(ABC):
 
         What had the name is removed then, and not before. All workers raise if one cannot.
         """
-        everyone = world()
-        is_first = everyone.rank == 0
         # in the folder of the first worker, as others may have another working directory
-        names = tell(everyone, str(folder.with_name(f".{folder.name}.{os.urandom(6).hex()}")))
-        unfinished = Path(names[everyone.ranks[0]])
-        old = unfinished.with_name(f"{unfinished.name}.old")
-        try:
-            with together(call):
-                if is_first:
-                    unfinished.parent.mkdir(parents=True, exist_ok=True)
-                    self.prepare(unfinished, state)
-            with together(call):
-                if not unfinished.is_dir():
-                    raise FileNotFoundError(
-                        f"there is no {unfinished}, which worker 0 has made: all workers need to "
-                        f"share the file system"
-                    )
-            with together(call):
-                self.write(unfinished, state)
-            with together(call):
-                if is_first:
-                    if folder.exists():
-                        os.rename(folder, old)
-                    try:
-                        commit(unfinished, folder)
-                    except OSError:  # what was there before is better than nothing
-                        if old.exists():
-                            os.rename(old, folder)
-                        raise
-                    shutil.rmtree(old, ignore_errors=True)
-        finally:
-            if is_first:  # unless it has got its name
-                shutil.rmtree(unfinished, ignore_errors=True)
+        first = Path(next(iter(tell(world(), str(folder)).values())))
+        prepare = partial(self.prepare, state=state)
+        with whole_folder(call, first, world(), prepare) as (unfinished, _):
+            self.write(unfinished, state)
 
     @abstractmethod
     def check(self, state: State) -> None:
         """Raise if there is something that it cannot keep, or no package for it."""
 
-    @abstractmethod
-    def prepare(self, folder: Path, state: State) -> None:
-        """Make the folder, on the first worker."""
+    def prepare(self, folder: Path, state: State) -> None:  # noqa: B027  # there may be nothing
+        """Make what is in the folder before workers write, on the first worker."""
 
     @abstractmethod
     def write(self, folder: Path, state: State) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tessel.data.dataset import PartDataset
 from tessel.data.sampler import PartSampler, mixed
-from tessel.data.together import kind_of, together
+from tessel.state.raising import kind_of, together
 from tessel.tensor import Tensor
 
 Parts = list[torch.Tensor]

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from tessel.core import boxes
 from tessel.core.agreement import tell
 from tessel.core.partition import Partition, world
-from tessel.data.together import together
+from tessel.state.raising import together
 from tessel.tensor.shared_random import common_number
 
 

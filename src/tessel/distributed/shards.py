@@ -188,8 +188,8 @@ def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for each in args:
         first = each if first is None and isinstance(each, Tensor) else first
     key = getattr(type(first), "graph_key", "")
-    is_read = _reads(func.__name__)
-    fits = is_read or (key not in ("", UNKNOWN) and _keeps_shardings(func.__name__))
+    is_read, keeps_shardings = _known_of(func.__name__)
+    fits = is_read or (key not in ("", UNKNOWN) and keeps_shardings)
     with torch._C.DisableTorchFunctionSubclass():
         for each in args:
             if isinstance(each, Tensor):
@@ -218,13 +218,9 @@ def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @constant_in_graphs
-def _reads(name: str) -> bool:
-    return name == "__get__" or name in calls.QUESTIONS
-
-
-@constant_in_graphs
-def _keeps_shardings(name: str) -> bool:
-    return propagation.is_always_pointwise(name)
+def _known_of(name: str) -> tuple[bool, bool]:
+    """Whether a function only asks for something, and whether shardings go through it."""
+    return name == "__get__" or name in calls.QUESTIONS, propagation.is_always_pointwise(name)
 
 
 @constant_in_graphs

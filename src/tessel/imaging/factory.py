@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -159,6 +159,14 @@ class TilingConfig:
         }
         return all_of_it if self.strategy == "basic" else {**all_of_it, "stride": self.stride}
 
+    @classmethod
+    def of_image(cls, size: Sequence[int]) -> Self:
+        """The default, or one patch for an image that is no larger than its patches."""
+        default = cls()
+        assert isinstance(default.patch_size, int)
+        # not None, which would be one patch for each part
+        return cls(patch_size=tuple(size)) if max(size) <= default.patch_size else default
+
     def make(self, signal_shape: Sequence[int]) -> DistributedSignalStrategy:
         """The strategy for an image of this shape."""
         return create_strategy(self.strategy, signal_shape, **self.settings)
@@ -231,13 +239,7 @@ def make_distrib_bundle(
     fidelity = DistributedDataFidelity(ctx, physics, measurements, make_fidelity, reduction, shared)
     if prior is None:
         return Bundle(physics, measurements, fidelity, signal)
-    if tiling is None:
-        # An image that is no larger than the default patch is one patch; None would be one for
-        # each part.
-        tiling, image = TilingConfig(), signal.shape[2:]
-        assert isinstance(tiling.patch_size, int)
-        if max(image) <= tiling.patch_size:
-            tiling = TilingConfig(patch_size=image)
+    tiling = tiling or TilingConfig.of_image(signal.shape[2:])
     spread = DistributedPrior(
         ctx, prior, tiling.strategy, signal.shape, tiling.settings, signal.layout
     )

@@ -1,6 +1,6 @@
 """Models: whole networks on spread tensors, built from operators.
 
-It may import `nn`, `operators` and packages below them.
+It may import `state` and packages below it.
 """
 
 from tessel.models.fno import FNO as FNO

@@ -449,8 +449,18 @@ class Entrance(HasHandle):
                 )
             return self._traced(args, kwargs)
         _check_untraced(self.module, (args, kwargs))
-        # A bucket may wait for gradients of several modules, and `fully_shard` does not.
         contents.is_split = any(map(is_fully_sharded, wrappers))
+        result = self._in_parts(args, kwargs, given, contents, wrapping)
+        self.conversion.make_values_plain(self.module)
+        result = result if spread else as_parts(result)  # it goes as the input came
+        return nested(unviewed, result) if is_fully_sharded(self.module) else result
+
+    def _in_parts(
+        self, args: Any, kwargs: Any, given: list[Tensor], contents: Contents, wrapping: str
+    ) -> Any:
+        """The result of the outermost call as a spread tensor, after all agreed on the input."""
+        P_x = self.conversion.P_x
+        # A bucket may wait for gradients of several modules, and `fully_shard` does not.
         fuses = not contents.is_split
         # buckets first: what they foresee is part of what workers agree on with the input
         with (
@@ -465,14 +475,12 @@ class Entrance(HasHandle):
             try:
                 result = self.forward(*args, **kwargs)
                 buckets.agree_on_uses(self.module, P_x, wrapping)
-                if not spread:
+                if not any(isinstance(each, SpreadTensor) for each in given):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
-        self.conversion.make_values_plain(self.module)
-        result = result if spread else as_parts(result)  # it goes as the input came
-        return nested(unviewed, result) if is_fully_sharded(self.module) else result
+        return result
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """The call for a graph of what it computes with parts, which every run agrees on again.

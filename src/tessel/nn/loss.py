@@ -7,19 +7,17 @@ torch would refuse. What they have are spread tensors then, and the loss is torc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Signature, agree, remember
+from tessel.core.agreement import agree, remember
 from tessel.core.checksum import checksum
 from tessel.core.context import setting
-from tessel.core.graph import outside_of_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, is_traced
+from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.nn.layer import Layer, Result, entered
 from tessel.nn.loss_agreement import (
     FINE,
@@ -92,28 +90,22 @@ class DistributedLossBase(Layer):
         if not is_traced():
             agreed = self._learn(name, value, said(value), note)
             return agreed.spread(value, conclude(agreed))
-        # Without values: these are told in each run. As in `enter`, workers tell each other once
-        # that a call is compiled.
-        signature = Signature.of(value)
         compiled = self.__dict__.setdefault("_agreements", {})
-        key = name, note, signature, self._settings
-        if key not in compiled:
-            with outside_of_graphs():
-                compiled[key] = self._learn(name, replace(signature, compiles=True), FINE, note)
-        agreed = compiled[key]
+        learn, key = partial(self._learn, name, note=note), (name, note, self._settings)
+        agreed, again = agreed_in_graphs(learn, value, compiled=compiled, key=key)
         layout = conclude(agreed)
         entering = Entering(
             layout,
             f"the {name} of {self!r}",
             self.P_x.prepare(),
-            lambda x: conclude(self._learn(name, signature, said(x), note)),
+            lambda x: conclude(again(said(x))),
             self,  # type: ignore[arg-type]
         )
         return SpreadTensor(
             entering.apply(entered(value, layout, agreed.meta), agreed.meta), layout
         )
 
-    def _learn(self, name: str, value: Any, said: Said, note: str) -> Beside:
+    def _learn(self, name: str, value: Any, said: Said = FINE, note: str = "") -> Beside:
         """Learn from all workers what they hold of another tensor than the input."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
         weights = () if is_traced() else self.weights  # which have no values in a trace

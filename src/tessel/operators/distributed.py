@@ -216,7 +216,9 @@ class Distributed(HasHandle, ParOperator):
                 )
             agreement = self._agreements[state]
             if is_traced():
-                (columns, meta, form), again = agreed_in_graphs(agreement, x)
+                (columns, meta, form), again = agreed_in_graphs(
+                    agreement.agree_on, x, compiled=agreement.compiled
+                )
             else:
                 columns, meta, form = agreement.agree_on(x)
         values = find_values(self, theta) if self.leaves else {}

@@ -27,7 +27,7 @@ from tessel.core.context import is_compiling
 from tessel.operators.memory import inverse_of, order_of
 from tessel.operators.space import Shape, complex_of, real_of
 from tessel.settings import chosen
-from tessel.transport import is_plain
+from tessel.transport import is_plain, kept_in_job
 
 LIBRARIES = ("auto", "torch", "scipy", "fftw")
 VARIABLE = "TESSEL_FFT"
@@ -42,6 +42,12 @@ _HOPELESS = 1.5  # of torch's time, from which on a library is timed no more
 _MOST = 2**22  # values above which only torch's is used: what slower ones would cost nobody asked
 _GAIN = 0.9  # another library must be that much faster: noise shall not decide between equals
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+@kept_in_job
+def chosen_library() -> str:
+    """What TESSEL_FFT says, which is read once in a job: each transform asks for it."""
+    return chosen(VARIABLE, LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class LocalTransform:
         # What looks at torch's functions (a compiler, a counter of operations) has to see one.
         if is_compiling() or _get_current_dispatch_mode() is not None:
             return "torch"
-        choice = chosen(VARIABLE, LIBRARIES)
+        choice = chosen_library()
         if choice == "torch" or not is_plain(x) or x.dtype not in _DTYPES or not x.numel():
             return "torch"
         if choice != "auto":

@@ -6,7 +6,13 @@ them.
 
 from tessel.state.checkpoint import ModelState as ModelState
 from tessel.state.checkpoint import OptimizerState as OptimizerState
+from tessel.state.checkpoint import Part as Part
 from tessel.state.clip import clip_grad_norm_ as clip_grad_norm_
+from tessel.state.folders import read_parts as read_parts
+from tessel.state.folders import stored_in as stored_in
+from tessel.state.folders import whole_folder as whole_folder
+from tessel.state.folders import write_parts as write_parts
+from tessel.state.raising import together as together
 from tessel.state.scaler import ParallelGradScaler as ParallelGradScaler
 from tessel.state.state_dicts import collect_optimizer_state_dict as collect_optimizer_state_dict
 from tessel.state.state_dicts import collect_state_dict as collect_state_dict

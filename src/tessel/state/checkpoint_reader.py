@@ -3,15 +3,22 @@
 Torch unpickles their `.metadata`, and values that are no tensors: a pickle may name any function of
 Python, and call it. Here a pickle may name only what metadata consist of. It is imported when it is
 used, since `torch.distributed.checkpoint` takes half a second.
+
+Checkpoints that Tessel writes have checksums. They stand behind the pickle of `.metadata`, which
+ends where it says: other readers do not see them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
+import mmap
 import os
 import pickle
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +35,7 @@ from torch.distributed.checkpoint import (
 from torch.futures import Future
 
 INSTEAD = "it was not read, since it could run code"
+_SIGNED = b"\ntessel-checksums "
 
 
 class CheckpointReader(FileSystemReader):
@@ -42,6 +50,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(folder)
         self._when_read = when_read
         self._refusal: ValueError | None = None
+        self._sums: dict[str, int] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
@@ -51,8 +60,10 @@ class CheckpointReader(FileSystemReader):
             return Metadata({})
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
-            with open(path, "rb") as file, _unchanged():
-                found = _Unpickler(file, path).metadata()
+            data = path.read_bytes()
+            self._sums = signed(data, path)
+            with _unchanged():
+                found = _Unpickler(io.BytesIO(data), path).metadata()
         except ValueError as error:
             self._refusal = error
             raise
@@ -68,8 +79,53 @@ class CheckpointReader(FileSystemReader):
         super().set_up_storage_reader(*args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        infos = [self.storage_data[item.storage_index] for item in plan.items]
+        pieces = {(info.relative_path, info.offset, info.length) for info in infos}
+        for name, offset, length in pieces if self._sums is not None else ():
+            path = Path(self.path) / name
+            if checksum_at(path, offset, length) != self._sums.get(f"{name} {offset}"):  # type: ignore[union-attr]
+                raise ValueError(
+                    f"{path} is damaged: the {length} bytes from {offset} on are not those that "
+                    f"were written"
+                )
         checked: Any = _CheckedPlanner(planner, Path(self.path))
         return super().read_data(plan, checked)
+
+
+def checksum_at(path: Path, offset: int, length: int) -> int:
+    """The checksum of some bytes of a file, which are not copied; -1 if it is too short."""
+    with open(path, "rb") as file:
+        if not offset < offset + length <= os.fstat(file.fileno()).st_size:
+            return -1
+        with (
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            memoryview(data) as view,
+            view[offset : offset + length] as some,
+        ):
+            return zlib.crc32(some)
+
+
+def sign(path: Path, sums: Mapping[tuple[str, int], int]) -> None:
+    """Append checksums of pieces, by file and place, and one of all of it, to metadata."""
+    with open(path, "rb+") as file:
+        data = file.read() + _SIGNED
+        data += json.dumps({f"{name} {at}": n for (name, at), n in sums.items()}).encode()
+        file.seek(0)
+        file.write(data + b"\n" + hashlib.sha256(data).hexdigest().encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def signed(data: bytes, path: Path) -> dict[str, int] | None:
+    """The checksums in metadata; None if others wrote them."""
+    before, mark, after = data.rpartition(_SIGNED)
+    if not mark:
+        return None
+    sums, _, checksum = after.rpartition(b"\n")
+    if hashlib.sha256(before + mark + sums).hexdigest().encode() != checksum:
+        raise ValueError(f"{path} is damaged: it is not what was written")
+    found: dict[str, int] = json.loads(sums)
+    return found
 
 
 class _Unpickler(pickle.Unpickler):

@@ -51,7 +51,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
-    torch.complex128: "C128",  # which safetensors does not have; of solvers' images
+    torch.complex128: "C128",  # which safetensors does not have
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -77,14 +77,12 @@ class TensorFileWriter:
     Args:
         path: of the file.
         kinds: dtype and shape of each tensor, in the order in which they come.
-        notes: text by name.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-        notes: Mapping[str, str] | None = None,
     ) -> None:
         self.path = Path(path)
         self.unfinished = self.path.with_name(self.path.name + ".unfinished")
@@ -95,7 +93,6 @@ class TensorFileWriter:
                 raise TypeError(f"{name} has the dtype {dtype}, which tensor files do not have")
             self._entries[name] = entry = TensorEntry(dtype, tuple(shape), place)
             place += entry.num_bytes
-        self._notes = dict(notes or {})
         self._sums = {name: "0" * 8 * _num_blocks(e) for name, e in self._entries.items()}
         self._waiting = list(self._entries)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,19 +111,14 @@ class TensorFileWriter:
             self._file.write(block)
         self._sums[name] = "".join(sums)
 
-    def finish(self, rename: bool = True) -> None:
-        """Wait until all of it is on the disk, and give it its name, unless others do that."""
+    def finish(self) -> None:
+        """Wait until all of it is on the disk, and give it its name."""
         assert not self._waiting
         self._file.seek(0)
         self._file.write(self._header())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        if rename:
-            self.rename()
-
-    def rename(self) -> None:
-        """Give the finished file its name."""
         commit(self.unfinished, self.path)
 
     def drop(self) -> None:
@@ -160,7 +152,7 @@ class TensorFileWriter:
             "tessel.format": FORMAT,
             "tessel.blocks": json.dumps(self._sums),
         }
-        text = json.dumps({"__metadata__": {**own, **self._notes}, **entries}).encode()
+        text = json.dumps({"__metadata__": own, **entries}).encode()
         text += b" " * (-len(text) % 8)
         checksum = hashlib.sha256(text).hexdigest()
         text = text.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1)
@@ -168,13 +160,20 @@ class TensorFileWriter:
 
 
 def commit(unfinished: Path, path: Path) -> None:
-    """Give a file its name, so that neither a crash nor a loss of power can undo it."""
+    """Give a file or folder its name, so that neither a crash nor a loss of power can undo it."""
+    if unfinished.is_dir():
+        _sync(unfinished)
     os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 class TensorFile:
@@ -224,11 +223,6 @@ class TensorFile:
                 is_right = False
             self._check(is_right, "it lacks checksums")
             self._blocks = {name: str(each) for name, each in sums.items()}
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether it has checksums."""
-        return self._blocks is not None
 
     def read(self, name: str, box: Sequence[Interval] | None = None) -> Tensor:
         """A tensor, or a box of it: only the blocks from its first to its last number are read."""

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from tessel.core.agreement import tell
 from tessel.core.partition import Partition
 from tessel.state.parts import StateCollector, kinds, local_problem
 from tessel.state.places import Places, without_wrapper
+from tessel.state.raising import together
 from tessel.state.tensor_file import TensorFile, TensorFileWriter
 
 
@@ -54,17 +54,18 @@ def save_weights(
         (name, StateCollector(places, True, True)(value, places.layouts.get(name)))
         for name, value in state.items()
     )
-    problem = ""
-    if places.first.active:
+    with together("save_weights", places.row, f"save_weights: {path} cannot be written"):
         try:
-            with TensorFileWriter(path, whole) as writer:
-                for name, tensor in tensors:
-                    writer.put(name, tensor)
-        except (OSError, TypeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-    for _ in tensors:  # all workers go through all, also when the first cannot write any more
-        pass
-    _raise_together(places, f"save_weights: {path} cannot be written", problem)
+            if places.first.active:
+                with TensorFileWriter(path, whole) as writer:
+                    for name, tensor in tensors:
+                        writer.put(name, tensor)
+        except (OSError, TypeError):
+            for _ in tensors:  # all workers go through all, also when the first cannot write
+                pass
+            raise
+        for _ in tensors:
+            pass
 
 
 def load_weights(
@@ -94,37 +95,21 @@ def load_weights(
     if not places.row.active:
         return
     state = module.state_dict(keep_vars=True)
-    problem, found = "", dict[str, Any]()
-    try:
+    found = dict[str, Any]()
+    with together("load_weights", places.row, "load_weights"):
         file = TensorFile(path)
-        wrong = _difference(file, state, places)
-        if wrong:
-            raise ValueError(f"{path} is of another model: {wrong}")
-        for name in state:
+        for name in sorted({*state} ^ {*file.entries}):
+            who = "the model" if name in state else "the file"
+            raise ValueError(f"{path} is of another model: only {who} has {name}")
+        for name, value in state.items():
             layout, box = places.layouts.get(name), None
+            shape, there = tuple((layout or value).shape), file.entries[name].shape
+            if there != shape:
+                raise ValueError(
+                    f"{path} is of another model: {name} has the shape {there} in the file and "
+                    f"{shape} in the model"
+                )
             if layout is not None and places.is_apart(layout):  # of others all workers read all
                 box = layout.box() or [(0, 0)] * len(layout.shape)
             found[name] = file.read(name, box)
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    _raise_together(places, "load_weights", problem)
     module.load_state_dict(found)
-
-
-def _difference(file: TensorFile, state: dict[str, Any], places: Places) -> str:
-    """The first thing in which a file is not one of this model; empty if it is."""
-    for name in sorted({*state} ^ {*file.entries}):
-        who = "the model" if name in state else "the file"
-        return f"only {who} has {name}"
-    for name, value in state.items():
-        layout, entry = places.layouts.get(name), file.entries[name]
-        shape = tuple(value.shape) if layout is None else tuple(layout.shape)
-        if entry.shape != shape:
-            return f"{name} has the shape {entry.shape} in the file and {shape} in the model"
-    return ""
-
-
-def _raise_together(places: Places, what: str, problem: str) -> None:
-    for worker, told in tell(places.row, problem).items():
-        if told:
-            raise ValueError(f"{what}: on worker {worker}, {told}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn import _reduction
 
-from tessel.core.agreement import Signature, TensorMeta, agree, as_agreed, same
-from tessel.core.checksum import checksum, is_dense, range_of
+from tessel.core.agreement import TensorMeta, agree, as_agreed, same
+from tessel.core.checksum import NO_VALUES, checksum, is_dense, range_of
 from tessel.core.context import is_compiling, setting
-from tessel.core.graph import eagerly, in_graphs, outside_of_graphs
+from tessel.core.graph import eagerly, in_graphs
 from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, is_traced
+from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
@@ -210,13 +210,13 @@ def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[Agreed, Tensors]:
     x, target, weight = given
     label, identity = loss.words()
 
-    def told(x: Any, target: Any, *numbers: int) -> Agreed:
+    def told(x: Any, target: Any, classes: Any = NO_VALUES, weights: int = 0) -> Agreed:
         held, values = agree(
             loss.partition,
             label,
             *(x, target),
             names=("the input", "the target"),
-            numbers=numbers,
+            numbers=(*classes, weights),
             identity=identity,
         )
         agreed = loss.conclude(*map(frozen, held))
@@ -230,18 +230,15 @@ def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[Agreed, Tensors]:
         return range_of(target, CLASSES, loss.measure.ignore_index)
 
     if not is_traced():
-        return told(x, target, *classes(target), checksum(weight)), (x, target, weight)
-    said = Signature.of(x), Signature.of(target)
-    compiling = [replace(each, compiles=True) for each in said]
-    with outside_of_graphs():
-        agreed = told(compiling[0], compiling[1], 0, -1, 0, 0)
+        return told(x, target, classes(target), checksum(weight)), (x, target, weight)
+    agreed, again = agreed_in_graphs(told, x, target)
     layout, group = agreed[0], loss.partition.prepare()
 
     def whole(value: Tensor) -> Layout:
         return Layout.whole(loss.partition, value.shape, shared=True)
 
     def of_target(value: Tensor) -> Layout:
-        layout, *_ = told(*said, *classes(value), 0)
+        layout, *_ = again(classes(value))
         return whole(value) if loss.target is None else layout
 
     def of_weight(value: Tensor) -> Layout:

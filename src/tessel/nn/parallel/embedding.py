@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import Signature, TensorMeta, agree, as_agreed, same
-from tessel.core.checksum import range_of
-from tessel.core.graph import eagerly, in_graphs, outside_of_graphs
+from tessel.core.agreement import TensorMeta, agree, as_agreed, same
+from tessel.core.checksum import NO_VALUES, range_of
+from tessel.core.graph import eagerly, in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, is_traced
+from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, keep_part
 from tessel.distributed.group import row_of
@@ -139,11 +139,11 @@ def agreed_table(
     needs_grad = getattr(weight, "requires_grad", False) and torch.is_grad_enabled()
     label = f"{lookup.label}{'' if needs_grad else ', without a gradient of the weight'}"
 
-    def told(numbers: tuple[int, ...], *brought: Any) -> tuple[Layout, TensorMeta]:
+    def told(ids: Any, weight: Any, numbers: Any = NO_VALUES) -> tuple[Layout, TensorMeta]:
         (of_ids, of_weight), values = agree(
             lookup.partition,
             label,
-            *brought,
+            *(ids, weight),
             names=("the ids", "the weight"),
             numbers=numbers,
             identity=f"{label} {lookup}",
@@ -153,21 +153,18 @@ def agreed_table(
         return layout, of_weight[1]
 
     if not is_traced():
-        return *told(range_of(ids, INDICES), ids, weight), ids
-    given = Signature.of(ids), Signature.of(weight)
-    with outside_of_graphs():
-        agreed = told(NO_VALUES, *(replace(each, compiles=True) for each in given))
+        return *told(ids, weight, range_of(ids, INDICES)), ids
+    agreed, again = agreed_in_graphs(told, ids, weight)
     whole = Layout.whole(lookup.partition, ids.shape, shared=True)
 
-    def again(ids: Tensor) -> Layout:
-        told(range_of(ids, INDICES), *given)
+    def in_run(ids: Tensor) -> Layout:
+        again(range_of(ids, INDICES))
         return whole
 
     group = lookup.partition.prepare()
-    return *agreed, Entering(whole, lookup.label, group, again, module).apply(ids)
+    return *agreed, Entering(whole, lookup.label, group, in_run, module).apply(ids)
 
 
-NO_VALUES = (0, -1, 0)  # what is said of ids that are not there yet
 DIMS = (None, 0, 1, -1)
 
 

@@ -1,0 +1,203 @@
+"""Folders that are written whole or not at all, and sharded checkpoints in them.
+
+Each worker writes its parts into one file of `torch.distributed.checkpoint`, and tells the others
+where they are, so that no pickle travels. Workers that see the same folder write one checkpoint;
+on hosts that share none, each folder has the parts of its own workers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessel.core.agreement import tell
+from tessel.core.layout import Shape
+from tessel.core.partition import Partition
+from tessel.state.checkpoint import Part, checkpoint_reader
+from tessel.state.raising import together
+from tessel.state.tensor_file import commit
+from tessel.transport import this_worker
+
+Keys = tuple[str, ...]  # of a value in dicts of dicts
+
+
+@contextmanager
+def whole_folder(
+    call: str,
+    folder: Path,
+    workers: Partition,
+    prepare: Callable[[Path], None] = lambda folder: None,
+    is_shared: bool = True,
+    saying: str = "",
+) -> Iterator[tuple[Path, list[int]]]:
+    """Make a folder under another name, which gets its own when all workers have left the block.
+
+    What had the name is removed then, and not before. All workers raise if one cannot. The block
+    gets the folder, and the workers that see it, of which the first makes and names it.
+
+    Args:
+        call: what is called, in the words of its user.
+        folder: its name on this worker.
+        workers: who writes it.
+        prepare: called by the first worker before the block.
+        is_shared: whether all workers must see the same folder.
+        saying: how errors begin, as of `together`.
+    """
+    number = tell(workers, os.urandom(6).hex())[workers.ranks[0]]
+    unfinished = folder.with_name(f".{folder.name}.{number}")
+    me, seen = this_worker(), [this_worker()]
+    marks = {worker: unfinished / f".{worker}" for worker in workers.ranks}
+    try:
+        with together(call, workers, saying):
+            unfinished.mkdir(parents=True, exist_ok=True)
+            marks[me].touch()
+        with together(call, workers, saying):
+            found = [worker for worker, mark in marks.items() if mark.exists()]
+            if is_shared and len(found) < len(marks):
+                raise FileNotFoundError(
+                    f"this worker sees {unfinished} with what workers {found} have made, of "
+                    f"{workers.size}: all workers need to share the file system"
+                )
+            if me == found[0]:
+                prepare(unfinished)
+        seen = found
+        with together(call, workers, saying):
+            yield unfinished, seen
+        with together(call, workers, saying):
+            if me == seen[0]:
+                for worker in seen:
+                    marks[worker].unlink()
+                old = unfinished.with_name(f"{unfinished.name}.old")
+                if folder.exists():
+                    os.rename(folder, old)
+                try:
+                    commit(unfinished, folder)
+                except OSError:  # what was there before is better than nothing
+                    if old.exists():
+                        os.rename(old, folder)
+                    raise
+                shutil.rmtree(old, ignore_errors=True)
+    finally:
+        # Unless it has got its name. Only by its first worker: while that one names it, another
+        # may have been interrupted, and would remove files of what is complete.
+        if me == seen[0]:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_parts(
+    folder: Path,
+    state: Mapping[Keys, Part],
+    workers: Partition,
+    seen: Sequence[int],
+) -> None:
+    """Write this worker's parts, on all workers at once, with a checksum of each.
+
+    What goes wrong is raised at the end, as others wait for this worker.
+
+    Args:
+        folder: of a `whole_folder`.
+        state: parts by their keys in dicts of dicts.
+        workers: who writes.
+        seen: those of them that see this folder; what several have is written by the first.
+    """
+    # imported here, since it takes half a second
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+
+    from tessel.state.checkpoint_reader import checksum_at, sign
+
+    me, place = this_worker(), workers.rank or 0
+    keys = {".".join(each): each for each in state}  # the names of torch's own checkpoints
+    parts = dict(zip(keys, state.values(), strict=True))
+    pieces = {
+        # all parts of an empty tensor are the same piece
+        (name, tuple(item.index.offset or ()) if part.numel() else ()): item
+        for name, part in parts.items()
+        for item in part.__create_write_items__(name, None)
+    }
+    held = tell(workers, list(pieces))
+    before = {piece for worker in seen[: seen.index(me)] for piece in held[worker]}
+    writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
+    problem: Exception | None = None
+    found: list[Piece] = []
+    try:
+        writer.set_up_storage_writer(me == seen[0])
+        plan = SavePlan([item for piece, item in pieces.items() if piece not in before])
+        planner.set_up_planner(parts, None, me == seen[0])
+        plan = writer.prepare_global_plan([SavePlan([])] * place + [plan])[place]
+        for each in writer.write_data(plan, planner).value():
+            name, at, offset = each.index.fqn, each.storage_data, tuple(each.index.offset or ())
+            part = parts[name]
+            kind = tuple(part.shape), part.dtype, part._part.requires_grad
+            where = at.relative_path, at.offset, at.length
+            checksum = checksum_at(folder / at.relative_path, at.offset, at.length)
+            found.append((keys[name], kind, offset, tuple(part._part.shape), where, checksum))
+    except Exception as error:  # whatever the storage raises is told to all workers
+        # torch's own says that a file is too short, not that the disk is full
+        problem = error.__context__ if isinstance(error.__context__, OSError) else error
+    told = tell(workers, found)
+    if problem is not None:
+        raise problem
+    if me == seen[0]:
+        there = [piece for worker in seen for piece in told[worker]]
+        writer.finish(*_metadata(there))
+        sign(folder / ".metadata", {where[:2]: checksum for *_, where, checksum in there})
+
+
+# What a worker tells of a piece: keys, shape, dtype and gradient of the whole; where the piece
+# begins in it, and its shape; its file, and where it begins there, with its length; a checksum.
+Piece = tuple[Keys, tuple[Any, ...], Shape, Shape, tuple[str, int, int], int]
+
+
+def _metadata(pieces: Sequence[Piece]) -> tuple[Any, list[list[Any]]]:
+    """The metadata of these pieces, and what torch notes of each that was written."""
+    from torch.distributed.checkpoint import Metadata, filesystem, metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    entries: dict[str, Any] = {}
+    keys, results = dict[str, Any](), []
+    for path, (shape, dtype, requires_grad), offset, lengths, where, _ in pieces:
+        name, at = ".".join(path), torch.Size(offset)
+        keys[name] = path
+        properties = metadata.TensorProperties(dtype=dtype, requires_grad=requires_grad)
+        new = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
+        chunk = metadata.ChunkStorageMetadata(at, torch.Size(lengths))
+        entries.setdefault(name, new).chunks.append(chunk)
+        index = metadata.MetadataIndex(name, at)
+        results.append(WriteResult(index, where[2], filesystem._StorageInfo(*where)))
+    return Metadata(entries, planner_data=keys), [results]
+
+
+def stored_in(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """What torch says of each value of a checkpoint, and its keys in dicts of dicts, by name."""
+    metadata = checkpoint_reader(folder).read_metadata()
+    paths = metadata.planner_data or {}
+    return metadata.state_dict_metadata, {
+        name: tuple(paths.get(name, (name,))) for name in metadata.state_dict_metadata
+    }
+
+
+def read_parts(folder: Path, parts: Mapping[str, Part]) -> None:
+    """Read into the memory of parts, each worker for itself: metadata say where everything is.
+
+    ValueError if something is damaged, or not there.
+    """
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    reader, planner = checkpoint_reader(folder), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(dict(parts), metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = planner.create_local_plan()
+    for name, part in parts.items():
+        # torch would leave what no piece has as it is
+        lengths = [item.lengths for item in plan.items if item.dest_index.fqn == name]
+        if sum(map(prod, lengths)) < part._part.numel():
+            raise ValueError(f"{folder} lacks pieces of {name!r}, which other workers wrote")
+    reader.read_data(reader.prepare_local_plan(plan), planner).value()
