@@ -34,10 +34,8 @@ VARIABLE = "TESSEL_FFT"
 _MODULES = {"scipy": "scipy.fft", "fftw": "pyfftw"}
 _PACKAGES = {"scipy": "scipy", "fftw": "pyfftw"}
 _CALLS = 8  # from which on it is worth importing and timing others
-_BLOCK, _BLOCKS = (
-    4,
-    3,
-)  # calls by one library in a row, the first of which is not timed; and of each
+_BLOCK = 4  # calls by one library in a row, the first of which is not timed
+_BLOCKS = 3  # of each library
 _HOPELESS = 1.5  # of torch's time, from which on a library is timed no more
 _MOST = 2**22  # values above which only torch's is used: what slower ones would cost nobody asked
 _GAIN = 0.9  # another library must be that much faster: noise shall not decide between equals

@@ -39,9 +39,8 @@ class RegisterParallelDim(HasHandle, torch.nn.Module):
         self.partition = row_of(partition)
 
     _derived = HasHandle._derived | {"_traces", "_given_kind", "_last"}
-    _last: tuple[int | None, int, Sharding] | None = (
-        None  # its dim, that of tensors, and what follows
-    )
+    # of the last call: its dim, the number of dimensions of its tensor, and what follows from them
+    _last: tuple[int | None, int, Sharding] | None = None
     gives_kinds = True
     can_be_traced = Layer.can_be_traced
 
