@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+import garbage  # noqa: F401
 import jobs
 from tessel.testing.pool import WorkerPool
 
@@ -25,7 +26,7 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
 # tensors of some functions, and with forward mode
-PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
+PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage")
 ALONE = ("launch", "transport")  # folders whose tests share the machine with one other at most,
 # but for these, of values alone
 BESIDE = (
@@ -33,6 +34,8 @@ BESIDE = (
     "test_unequal_workers",
 )
 LONGEST = "test_hosts"  # of the files that `make test` shares out as a whole
+# torch keeps groups of meshes after their world; threads of theirs wake a hundred times a second
+LINGER = ("test_dtensors", "test_parallel_training", "test_partition", "test_wrapped")
 ZOO = ("timm", "segmentation_models_pytorch", "monai", "diffusers", "transformers", "neuralop")
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
@@ -140,8 +143,9 @@ def is_alone(path: Path) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of each number of workers together, so that worlds are rarely made anew.
 
-    Those that end workers come last: new workers import anew what the others have imported. The
-    file that takes longest comes first: the lane that has it would keep the others waiting.
+    Those that end workers come last: new workers import anew what the others have imported. Those
+    that leave threads behind come before them. The file that takes longest comes first: the lane
+    that has it would keep the others waiting.
     """
     for item in items:
         if is_alone(item.path):
@@ -154,21 +158,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key=lambda item: (
             item.path.stem != LONGEST,
             item.get_closest_marker("ends_workers") is not None,
+            item.path.stem in LINGER,
             _num_workers(item),
         )
     )
 
 
 def _quick(items: list[pytest.Item]) -> Iterable[pytest.Item]:
-    """Of the cases of each test the first on two workers, else on three, else the first."""
+    """Of the cases of each test that are not slow one on two workers, else on three, else any."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        if item.get_closest_marker("slow") is None:
+            name = getattr(item, "originalname", item.name)
+            cases.setdefault((item.path, name), []).append(item)
     wanted = {2: 0, 3: 1}
-    firsts = (
+    return (
         min(some, key=lambda item: wanted.get(_num_workers(item), 2)) for some in cases.values()
     )
-    return (item for item in firsts if item.get_closest_marker("slow") is None)
 
 
 def _num_workers(item: pytest.Item) -> int:

@@ -1089,6 +1089,7 @@ def compiled(fullgraph: bool) -> Any:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_compiled_code_keeps_shardings(run: Run, nprocs: int) -> None:

@@ -148,11 +148,13 @@ def test_layers(run: Run, name: str) -> None:
     run(compile_layer, name, nprocs=3, timeout=SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "nprocs"), [(residual, 1), (residual, 3), (tokens, 2)])
 def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
     run(compile_module, make, "aot_eager", [8, 8, 14], nprocs=nprocs, timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_empty_parts(run: Run) -> None:
     run(compile_module, residual, "aot_eager", [2], False, nprocs=3, timeout=SECONDS)
 
@@ -297,6 +299,7 @@ def change_settings() -> list[str]:
     return [*found, said(lambda: torch.testing.assert_close(fast(x), model(x)))]
 
 
+@pytest.mark.slow
 def test_settings_that_change_raise(run: Run) -> None:
     for first, changed, anew in run(change_settings, nprocs=2, timeout=SECONDS):
         assert first == anew == "nothing"
@@ -371,6 +374,7 @@ def test_ways_of_their_own(run: Run, make: Callable[[Any], nn.Module], nprocs: i
     run(compile_module, make, "aot_eager", rows, make is region, nprocs=nprocs, timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_empty_parts_of_regions_and_transforms(run: Run) -> None:
     for make in (region, fno):
         run(compile_module, make, "aot_eager", [2], False, nprocs=3, timeout=SECONDS)

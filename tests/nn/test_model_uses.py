@@ -573,7 +573,11 @@ CHECKS = (
 @pytest.mark.parametrize(
     ("check", "nprocs"),
     [
-        pytest.param(each, nprocs, id=f"{each.__name__[6:]}-{nprocs}")
+        pytest.param(
+            *(each, nprocs),
+            id=f"{each.__name__[6:]}-{nprocs}",
+            marks=[pytest.mark.slow] * (each is check_exported),
+        )
         for each in CHECKS
         for nprocs in ((2,) if each is check_exported else (1, 4))  # each worker exports all
     ],

@@ -138,32 +138,64 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_what_comes_again_is_measured_once(fast: list[str]) -> None:
+def test_what_comes_again_is_timed_in_some_calls(fast: list[str]) -> None:
     F, x = tessel.ParDFT(torch.complex64, 64), torch.ones(64, 2000) + 0j
     for _ in range(7):
         assert not (F * x == 7).any()
     assert not fast
-    assert (F * x == 7).all()
-    asked = len(fast)
-    assert (F * x == 7).all() and len(fast) == asked + 1  # chosen, and not measured again
+    timed = [bool((F * x == 7).all()) for _ in range(24)]
+    assert timed == ([False] * 4 + [True] * 4) * 3  # in turns
+    assert all((F * x == 7).all() for _ in range(5))  # chosen
     assert not (F * x[:, :1000] == 7).any()  # another form: from the beginning
     with torch.no_grad():
         assert (F * x == 7).all()
+
+
+def times_of(*given: tuple[str, list[float]]) -> str:
+    """The library that is chosen when calls by each of them take so long."""
+    trial = local_transform._Trial(
+        LocalTransform("fftn", (0,), (4,), "backward"), tuple(name for name, _ in given[1:])
+    )
+    left = {name: iter(seconds) for name, seconds in given}
+    while library := trial.next():
+        if trial.is_over:
+            return library
+        trial.add(library, next(left[library]))
+    raise AssertionError
+
+
+def test_a_trial_is_not_decided_by_noise(fast: list[str]) -> None:
+    usual = [9.0, 1.0, 1.1, 1.0] * 3
+    assert times_of(("torch", usual), ("fftw", [30.0, 0.7, 5.0, 0.7] * 3)) == "fftw"
+    # some calls in a row that something else slowed down
+    late = [9.0, 5.0, 5.0, 5.0, 5.0, *[1.0] * 7]
+    assert times_of(("torch", late), ("fftw", [1.0] * 12)) == "torch"
+    assert times_of(("torch", usual), ("fftw", [9.0, *[0.95] * 11])) == "torch"  # no tenth
+    assert times_of(("torch", usual), ("fftw", [0.1, 1.0, 1.0, 1.0] * 3)) == "torch"  # untimed
+    # what takes twice as long is called in one block
+    slow = [9.0, 2.0, 2.0, 2.0]
+    assert times_of(("torch", usual), ("scipy", slow), ("fftw", [0.5] * 12)) == "fftw"
+
+
+def test_calls_that_raise_end_a_trial(fast: list[str]) -> None:
+    trial = local_transform._Trial(LocalTransform("fftn", (0,), (4,), "backward"), ("fftw",))
+    asked = [trial.next() for _ in range(200) if not trial.is_over]
+    assert trial.is_over and asked[-1] == "torch"
 
 
 def test_what_is_not_measured(fast: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     F = tessel.ParDFT(torch.complex64, 64)
     torch.use_deterministic_algorithms(True)
     try:
-        for _ in range(9):
+        for _ in range(30):
             F * (torch.ones(64) + 0j)
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(local_transform, "_MOST", 100)
-    for _ in range(9):
+    for _ in range(30):
         F * (torch.ones(64, 2) + 0j)
     choose("torch", monkeypatch)
-    for _ in range(9):
+    for _ in range(30):
         F * (torch.ones(64) + 0j)
     assert not fast
 
@@ -176,7 +208,7 @@ def test_a_library_that_cannot_be_imported_is_left_out(
 
     monkeypatch.setattr(local_transform, "_imported", imported)
     F, x = tessel.ParDFT(torch.complex64, 64), torch.ones(64) + 0j
-    assert all((F * x)[0] == 64 for _ in range(10)) and not fast
+    assert all((F * x)[0] == 64 for _ in range(30)) and not fast
 
 
 def transform_by(library: str) -> None:

@@ -293,6 +293,7 @@ def compile_around_spread_tensors(backend: str) -> None:
                     assert_close(a.grad, b.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 3])
 def test_spread_tensors(run: Run, nprocs: int) -> None:
     run(compile_around_spread_tensors, "eager", nprocs=nprocs, timeout=100)

@@ -316,6 +316,7 @@ def dying(path: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.ends_workers
 def test_a_worker_that_dies_leaves_the_part_of_the_others(tmp_path: Path) -> None:
     path = tmp_path / "run.json"

@@ -318,6 +318,7 @@ def compare(folder: Path) -> None:
             assert_close(x.grad, mine(expected))
     way = "MPI" if "PMIX_NAMESPACE" in os.environ and not why_no_mpi() else "Gloo"
     assert tessel.transport.between_hosts().startswith(way), tessel.transport.between_hosts()
+    assert bool(world.prepare()._membership.linked) is (way == "Gloo")  # agreements by links
     large = torch.full((300_000,), float(me() + 1), dtype=torch.float64)
     assert torch.equal(tessel.nn.AllSumReduce(world, [0])(large), torch.full_like(large, 10.0))
     for length, carriers in ((1000, (0, 2)), (300_000, range(WORKERS))):

@@ -36,6 +36,7 @@ class Planned(Partition):
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is carried by one worker of a team: nothing, or everything."""
     monkeypatch.setattr(hierarchy, "SMALL", request.param)
+    monkeypatch.setattr(hierarchy, "CARRIED_BY_ONE", request.param)
     for remembering in (route, hierarchy.teams, hierarchy._uses):
         remembering.cache_clear()
     request.addfinalizer(

@@ -84,7 +84,7 @@ for dtype in (torch.bool, torch.complex128, torch.bfloat16, torch.float16, torch
             wrong.append(f"{dtype} {length}")
 reduce = tessel.nn.AllSumReduce(world, [0])
 torch.manual_seed(world.rank)
-values = torch.randn(50_000)
+values = torch.randn(300_000)
 results = [reduce(values) for _ in range(3)]
 same = all(torch.equal(each, results[0]) for each in results)
 with count_traffic() as traffic:
@@ -103,7 +103,7 @@ say(wrong, same, traffic.bytes_between_hosts, float(results[0].double().sum()))
 @pytest.mark.parametrize("more", [{}, {"TESSEL_ENGINE": "python"}], ids=["compiled", "python"])
 def test_movements_by_mpi_are_right(tmp_path: Path, more: dict[str, str]) -> None:
     said = [text.split() for text in said_by(tmp_path, MOVES, **more)]
-    assert [each[:3] for each in said] == [["[]", "True", "100000"]] * 4, said
+    assert [each[:3] for each in said] == [["[]", "True", "600000"]] * 4, said
     assert len({each[3] for each in said}) == 1
 
 

@@ -23,8 +23,11 @@ from tessel.core.layout import Coordinates, Layout
 from tessel.core.plan import Piece, Plan, box_shape, flattened, giver_of, sums_in_place
 from tessel.core.plan import route as direct_route
 
-# Elements; of no more one worker of a team carries all, in one message: what a message costs beside
-# its bytes is more than what several workers save by carrying a slice each.
+# Elements. Up to the first one worker of a team carries all, in one message: what a message costs
+# beside its bytes, a millisecond where the threads of Gloo outnumber the cores, is more than what
+# several workers save by carrying a slice each. Up to the second each host gets the terms of all
+# others: that is one step, and a sum by parts has two.
+CARRIED_BY_ONE = 2**18
 SMALL = 2**14
 Hosts = tuple[int, ...]  # for each worker the number of its host
 
@@ -90,7 +93,7 @@ class Teams:
 
 def _slices(box: Box, carriers: int, workers: int) -> tuple[Box | None, ...]:
     lengths = boxes.extent(box)
-    if prod(lengths) <= SMALL or carriers == 1:
+    if prod(lengths) <= CARRIED_BY_ONE or carriers == 1:
         return (box, *[None] * (workers - 1))
     # Along the first dimension that is long enough, whose slices lie together in memory.
     dim = next((d for d, n in enumerate(lengths) if n >= carriers), lengths.index(max(lengths)))

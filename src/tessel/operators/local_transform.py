@@ -2,7 +2,7 @@
 
 Torch's own transforms are those of MKL, of cuFFT on a GPU. Of small slabs FFTW takes half of MKL's
 time on some processors, and the other way round on large ones: so what is transformed again and
-again is measured, once in a process. Each worker chooses alone, since nothing travels here.
+again is timed, in some calls of the program. Each worker chooses alone, since nothing travels here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
-from math import inf, prod
-from threading import Lock
-from time import perf_counter
-from typing import Any
+from math import prod
+from statistics import median
+from threading import Lock, local
+from time import perf_counter, thread_time
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,8 +33,11 @@ LIBRARIES = ("auto", "torch", "scipy", "fftw")
 VARIABLE = "TESSEL_FFT"
 _MODULES = {"scipy": "scipy.fft", "fftw": "pyfftw"}
 _PACKAGES = {"scipy": "scipy", "fftw": "pyfftw"}
-_CALLS = 8  # from which on it is worth importing and measuring others
-_MOST = 2**22  # values above which only torch's is used: what a measurement would cost nobody asked
+_CALLS = 8  # from which on it is worth importing and timing others
+_BLOCK = 4  # calls by one library in a row, the first of which is not timed
+_BLOCKS = 3  # of each library
+_HOPELESS = 1.5  # of torch's time, from which on a library is timed no more
+_MOST = 2**22  # values above which only torch's is used: what slower ones would cost nobody asked
 _GAIN = 0.9  # another library must be that much faster: noise shall not decide between equals
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -81,36 +85,39 @@ class LocalTransform:
         key = self, x.dtype, x.shape, x.stride(), torch.get_num_threads()
         found = _measured.get(key, 0)
         if isinstance(found, int):  # that many calls before
-            found = found + 1 if found + 1 < _CALLS else self._fastest(x, others)
+            found = found + 1 if found + 1 < _CALLS else _Trial(self, others)
             remember(_measured, key, found)
+        if isinstance(found, _Trial):
+            library = found.next()
+            if found.is_over:
+                remember(_measured, key, library)
+            else:
+                _begun.trial = found  # by which the call that follows is timed
+            return library
         return found if isinstance(found, str) else "torch"
 
     def __call__(self, x: Tensor, library: str = "torch") -> Tensor:
         """The transform of x, by a library; only torch's is seen by autograd."""
+        if is_compiling() or (trial := _begun.__dict__.pop("trial", None)) is None:
+            return self._by(library, x)
+        # of one thread its own time, in which others that have its core meanwhile do not count
+        clock = thread_time if torch.get_num_threads() == 1 else perf_counter
+        begin = clock()
+        y = self._by(library, x)
+        if trial.transform == self:  # else it is that of a call that raised before
+            trial.add(library, clock() - begin)
+        return y
+
+    def _by(self, library: str, x: Tensor) -> Tensor:
         if library == "torch":
             function = getattr(torch.fft, self.kind)
             s = self.lengths if self.kind == "irfftn" else None
-            return function(x, s=s, dim=self.dims, norm=self.norm)
+            return cast(Tensor, function(x, s=s, dim=self.dims, norm=self.norm))
         if library == "fftw":
             return self._by_fftw(x.detach())
         function, threads = getattr(_imported(library), self.kind), torch.get_num_threads()
         y = function(x.detach().numpy(), self.lengths, self.dims, self.norm, workers=threads)
         return torch.from_numpy(y)
-
-    def _fastest(self, x: Tensor, others: tuple[str, ...]) -> str:
-        x = x.detach()
-        others = tuple(filter(_can_be_imported, others))
-        if not others:
-            return "torch"
-        seconds = dict.fromkeys(("torch", *others), inf)
-        for number in range(4):
-            for library in seconds:
-                begin = perf_counter()
-                self(x, library)
-                if number:  # the first time it plans
-                    seconds[library] = min(seconds[library], perf_counter() - begin)
-        best = min(others, key=seconds.__getitem__)
-        return best if seconds[best] < _GAIN * seconds["torch"] else "torch"
 
     def _by_fftw(self, x: Tensor) -> Tensor:
         aligned, threads = x.data_ptr() % 64 == 0, torch.get_num_threads()
@@ -130,8 +137,58 @@ class LocalTransform:
         return 1.0 if (self.norm == "backward") == is_there else 1 / prod(self.lengths)
 
 
+class _Trial:
+    """Which library is the fastest for one form of tensors: calls take them in turn, and are timed.
+
+    These are calls of the program, with caches and other workers as they are in it. Alone, some
+    calls one after the other were twice as fast as in the program, or hit by noise all together.
+
+    Args:
+        transform: that is timed.
+        others: the libraries beside torch's.
+
+    Attributes:
+        is_over: whether the library was chosen.
+    """
+
+    def __init__(self, transform: LocalTransform, others: tuple[str, ...]) -> None:
+        self.transform, self.is_over = transform, False
+        libraries = ("torch", *filter(_can_be_imported, others))
+        self._seconds: dict[str, list[float]] = {library: [] for library in libraries}
+        self._left = 4 * _BLOCK * _BLOCKS * len(libraries)  # times that it may be asked
+
+    def next(self) -> str:
+        """The library of the next call; the fastest, if enough were timed."""
+        self._left -= 1  # calls may end by an exception, and are not timed then
+        waiting = [name for name in self._seconds if self._is_open(name)]
+        self.is_over = len(self._seconds) == 1 or not waiting or self._left < 0
+        if self.is_over:
+            return self._fastest()
+        # what is called after another library finds its code and tables outside of the caches
+        begun = (name for name in waiting if len(self._seconds[name]) % _BLOCK)
+        return next(begun, min(waiting, key=lambda name: len(self._seconds[name])))
+
+    def add(self, library: str, seconds: float) -> None:
+        """Note how long a call took."""
+        self._seconds[library].append(seconds)
+
+    def _timed(self, library: str) -> list[float]:
+        return [each for n, each in enumerate(self._seconds[library]) if n % _BLOCK]
+
+    def _is_open(self, library: str) -> bool:
+        num_calls, times, usual = len(self._seconds[library]), *map(self._timed, (library, "torch"))
+        is_hopeless = len(times) >= _BLOCK - 1 and min(times) > _HOPELESS * min(usual)
+        return num_calls % _BLOCK > 0 or (num_calls < _BLOCK * _BLOCKS and not is_hopeless)
+
+    def _fastest(self) -> str:
+        times = {name: median(each) for name in self._seconds if (each := self._timed(name))}
+        best = min(times, key=times.__getitem__, default="torch")
+        return best if best in times and times[best] < _GAIN * times.get("torch", 0.0) else "torch"
+
+
 # which library is the fastest, or how often it was not asked yet
-_measured: dict[Any, str | int] = {}
+_measured: dict[Any, str | int | _Trial] = {}
+_begun = local()  # the trial of the call that this thread is about to make
 _plans: dict[Any, list[_FftwPlan]] = {}
 _planner = Lock()  # FFTW's is none for several threads
 

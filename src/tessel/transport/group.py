@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from tessel.transport.device_exchange import DeviceExchange
 from tessel.transport.device_wait import DeviceWait
 from tessel.transport.exchange import Exchange, Ways, swap
 from tessel.transport.host import Give, Host, Take
+from tessel.transport.links import Links
 from tessel.transport.mailbox import Mailboxes
 from tessel.transport.mpi import Mpi
 from tessel.transport.process import PeerProcess
@@ -79,6 +80,8 @@ class Membership:
         hosts: for each worker the number of its host; empty if all run on one.
         host: those with whom this worker shares memory, if any.
         mpi: what carries CPU tensors to other hosts; None if `torch.distributed` does.
+        linked: the first workers of all hosts, if agreements travel by connections between them.
+        links: those of this worker, if it is one of them.
         mailboxes: by which GPUs of this host exchange tensors without NCCL.
         watch: over waits, and whether the job is broken.
     """
@@ -88,6 +91,8 @@ class Membership:
     hosts: tuple[int, ...] = ()
     host: Host | None = None
     mpi: Mpi | None = None
+    linked: frozenset[int] = frozenset()
+    links: Links | None = None
     mailboxes: Mailboxes = field(default_factory=Mailboxes)
     watch: Watch = field(default_factory=Watch)
 
@@ -454,7 +459,8 @@ class Group:
         call = ~(number << 1 | 1)  # less than 0, which no backward pass has
         key = self._code, call
         if self._teams:
-            return self._attempt_far(lambda: self._share_by_hosts(said, number, key), key)
+            attempt = self.attempt if self._is_linked else partial(self._attempt_far, key=key)
+            return attempt(lambda: self._share_by_hosts(said, number, key))
         if not ways.all_near:
             return self.attempt_by_wire(lambda: self._share_by_wire(said, number), key)
         # Through memory: by the engine, and what it does not get, message by message.
@@ -504,32 +510,59 @@ class Group:
         """
         ways, length = self._ways, len(said) // 8
         team = next(team for team in self._teams if ways.worker in team)
-        firsts = [team[0] for team in self._teams]
+        others = [each for each in self._teams if each is not team]
         row_of = {worker: row for row, worker in enumerate(self.workers)}
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             all_words = torch.empty((self.size, length), dtype=torch.int64, device="cpu")
-            all_words[row_of[ways.worker]] = torch.from_numpy(np.frombuffer(said, np.int64).copy())
+            words = all_words.numpy()
+            mine = row_of[ways.worker]
+            words[mine] = np.frombuffer(said, np.int64)
             if ways.worker != team[0]:
-                mine = SendBuffer(team[0], all_words[row_of[ways.worker]])
-                wait = Exchange(ways, key, [mine], [ReceiveBuffer(team[0], all_words)])
-                wait()
-                return all_words.numpy().tobytes()
+                sends = [SendBuffer(team[0], all_words[mine])]
+                Exchange(ways, key, sends, [ReceiveBuffer(team[0], all_words)])()
+                return words.tobytes()
             rows = [ReceiveBuffer(worker, all_words[row_of[worker]]) for worker in team[1:]]
             Exchange(ways, key, [], rows)()
-            count = all_words.new_tensor([number])
-            ours = torch.cat([*(all_words[row_of[w]] for w in team), count])
-            theirs = {each[0]: ours.new_empty(len(each) * length + 1) for each in self._teams}
-            others = [first for first in firsts if first != ways.worker]
-            sends = [SendBuffer(other, ours) for other in others]
-            come = [ReceiveBuffer(other, theirs[other]) for other in others]
-            Exchange(ways, key, sends, come, tag=wire.AGREEMENT)()
-            theirs[ways.worker] = ours
-            self._compare_numbers(number, {first: int(theirs[first][-1]) for first in firsts})
-            for each in self._teams:
-                for place, worker in enumerate(each):
-                    all_words[row_of[worker]] = theirs[each[0]][place * length :][:length]
+            ours = torch.empty(len(team) * length + 1, dtype=torch.int64, device="cpu")
+            ours.numpy()[:] = [*words[[row_of[worker] for worker in team]].flat, number]
+            said_by = self._swap_words(
+                ours, [(each[0], len(each) * length + 1) for each in others], key
+            )
+            for each in others:
+                rows_there = said_by[each[0]][:-1].reshape(len(each), length)
+                words[[row_of[worker] for worker in each]] = rows_there
+            numbers = {first: int(values[-1]) for first, values in said_by.items()}
+            self._compare_numbers(number, {ways.worker: number} | numbers)
             Exchange(ways, key, [SendBuffer(worker, all_words) for worker in team[1:]], [])()
-            return all_words.numpy().tobytes()
+            return words.tobytes()
+
+    def _swap_words(
+        self, ours: Tensor, others: Sequence[tuple[int, int]], key: Key
+    ) -> dict[int, np.ndarray]:
+        """What the first workers of other hosts say, by worker, who hear what this one says.
+
+        Args:
+            ours: what it says.
+            others: who they are, and how many words come from each.
+            key: of the messages.
+        """
+        firsts = [first for first, _ in others]
+        if self._is_linked:
+            links, membership = self._membership.links, self._membership
+            assert links is not None
+            links.say(self._code, ours.numpy().tobytes(), firsts)
+            come = links.hear(key, firsts, membership.watch, membership.host)
+            return {w: np.frombuffer(each, np.int64) for w, each in zip(firsts, come, strict=True)}
+        theirs = {first: ours.new_empty(length) for first, length in others}
+        receives = [ReceiveBuffer(*each) for each in theirs.items()]
+        sends = [SendBuffer(first, ours) for first in firsts]
+        Exchange(self._ways, key, sends, receives, tag=wire.AGREEMENT)()
+        return {first: values.numpy() for first, values in theirs.items()}
+
+    @cached_property
+    def _is_linked(self) -> bool:
+        """Whether the first workers of the hosts of this group have connections of their own."""
+        return all(team[0] in self._membership.linked for team in self._teams)
 
     @cached_property
     def _teams(self) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import secrets
@@ -23,6 +24,7 @@ from tessel.transport import mpi, semaphore, wire, world
 from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
 from tessel.transport.host import USUAL_LIMIT, Host
+from tessel.transport.links import MOST_HOSTS, Links
 from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
 from tessel.transport.world import is_distributed, num_workers, this_worker
@@ -238,6 +240,8 @@ class _Job:
         self.membership.watch.end()
         if isinstance(self.membership.mpi, mpi.Mpi):
             self.membership.mpi.leave()
+        if self.membership.links is not None:
+            self.membership.links.close()
         if self.membership.host is not None:
             self.membership.host.leave()
             self.membership.host = cast(Host, _Left())
@@ -305,9 +309,32 @@ class _Job:
                 self._use_mpi(agreement, said[0][4], is_asked_for=choice == "mpi")
         elif {each[2] for each in said} != {"auto"}:
             self.why_gloo = f"as {TRANSPORT} says"
+        if self.membership.hosts and self.membership.mpi is None:
+            self._link(agreement)
         _cut_off(agreement)  # it refers to itself, and would keep the process group for long
         for each in _listeners:
             each()
+
+    def _link(self, agreement: Group) -> None:
+        """Connect the first workers of all hosts, for agreements, if all can be reached."""
+        hosts, worker = self.membership.hosts, this_worker()
+        firsts = [hosts.index(number) for number in sorted({*hosts})]
+        if len(firsts) > MOST_HOSTS or wire.control_device(self.default).type != "cpu":
+            return  # the same on all workers
+        links = None
+        with contextlib.suppress(OSError):
+            links = Links(worker) if worker in firsts else None
+        addresses = agreement.share_objects(None if links is None else links.address)
+        are_there, is_linked = all(addresses[first] is not None for first in firsts), True
+        if are_there and links is not None:
+            try:
+                links.connect({w: tuple(addresses[w]) for w in firsts if w != worker})
+            except OSError:
+                is_linked = False
+        if are_there and all(agreement.share_objects(is_linked)):
+            self.membership.linked, self.membership.links = frozenset(firsts), links
+        elif links is not None:
+            links.close()
 
     def _use_mpi(self, agreement: Group, salt: int, is_asked_for: bool) -> None:
         """Let MPI carry what goes to other hosts, if it can on all workers."""

@@ -88,6 +88,7 @@ def train(dim: int, hidden: int, backend: str, is_brief: bool = False) -> None:
 
 
 # 5 classes and 4 columns on three workers are uneven; of 2 hidden values one worker has none
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "hidden", "nprocs"), [(0, 6, 1), (0, 2, 3), (1, 6, 2)])
 def test_training(run: Run, dim: int, hidden: int, nprocs: int) -> None:
     run(train, dim, hidden, "aot_eager", nprocs == 1, nprocs=nprocs, timeout=SECONDS)
@@ -111,6 +112,7 @@ def with_older_torch() -> None:
             torch.compiler._compile_session_context = kept
 
 
+@pytest.mark.slow
 def test_with_older_torch(run: Run) -> None:
     run(with_older_torch, nprocs=2, timeout=SECONDS)
 
@@ -187,6 +189,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_mistakes_raise_on_all_workers(run: Run) -> None:
     for found in run(mistakes, nprocs=2, timeout=SECONDS):
         for name, text in EXPECTED.items():

@@ -23,6 +23,7 @@ from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import (
+    Shard,
     Sharding,
     State,
     UnknownSharding,
@@ -51,6 +52,7 @@ from tessel.transport import kept_in_job, this_worker
 
 # the layout of the whole logits, and the kinds of the logits and of the target
 Agreed = tuple[Layout, TensorMeta, TensorMeta]
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -287,19 +289,27 @@ def parallel_cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    measure = CrossEntropy(ignore_index, label_smoothing, reduction)
+    settings = ignore_index, label_smoothing, reduction
+    key = None
+    if _is_alone(input, target, weight):
+        # A worker alone has nobody to agree with, and torch itself looks at the values: what fitted
+        # once fits again. No more than this, as Python is slow where large tensors fill the caches.
+        with torch._C.DisableTorchFunctionSubclass():  # shards would look for a rule
+            kinds = input.shape, input.dtype, input.device, target.shape, target.dtype
+            kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
+            state = input._tessel_sharding  # type: ignore[attr-defined]
+            key = *kinds, target.device, kind, state, partition, *settings
+            if key in _known_alone():
+                return F.cross_entropy(
+                    input, target, weight, None, ignore_index, None, reduction, label_smoothing
+                )
+    measure = CrossEntropy(*settings)
     # first of all: this raises on all workers, and none of them may wait for another yet
     for value in (input, target, weight):
         _check_known(state_of(value))
     sharding = sharding_of(input)
     if sharding is None:
         return _of_whole(measure, input, target, weight, partition)
-    key = _key_alone(input, target, weight, sharding, partition, measure)
-    # A worker alone has nobody to agree with, and torch itself looks at the values: what fitted
-    # once fits again. No more than this, as Python is slow where large tensors fill the caches.
-    if key is not None and key in _known_alone():
-        with torch._C.DisableTorchFunctionSubclass():
-            return measure.by_torch(input, target, weight)
     autocast = torch.is_autocast_enabled(input.device.type)
     loss = ShardedLoss.of(sharding, target, weight, partition, measure, autocast)
     found = _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
@@ -314,18 +324,17 @@ def _known_alone() -> set[Any]:
     return set()
 
 
-def _key_alone(
-    input: Tensor, target: Any, weight: Any, sharding: Sharding, *others: Any
-) -> tuple[Any, ...] | None:
-    """What decides whether the tensors of a worker alone fit; None if there are others."""
-    plain = Tensor, torch.nn.Parameter, type(None)
-    is_alone = sharding.partition.size == 1 and not is_compiling()
-    if not is_alone or type(target) not in plain[:2] or type(weight) not in plain:
-        return None
-    with torch._C.DisableTorchFunctionSubclass():  # shards would look for a rule
-        kinds = [(each.shape, each.dtype, each.device) for each in (input, target)]
-        kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
-    return *kinds, kind, sharding, *others
+def _is_alone(input: Any, target: Any, weight: Any) -> bool:
+    """Whether these are a shard of one worker, and plain tensors beside it."""
+    return (
+        type(input) is Shard
+        and type(input._tessel_sharding) is Sharding
+        and input._tessel_sharding.partition.size == 1
+        and type(target) in _PLAIN
+        and (weight is None or type(weight) in _PLAIN)
+        and not torch._C._are_functorch_transforms_active()
+        and not is_compiling()
+    )
 
 
 class ParallelCrossEntropyLoss(HasHandle, torch.nn.CrossEntropyLoss):

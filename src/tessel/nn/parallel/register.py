@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tessel.core.context import is_compiling
 from tessel.core.graph import in_graphs
 from tessel.core.handles import HasHandle
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
-from tessel.distributed.shards import registered
+from tessel.distributed.shards import Sharding, as_shard, registered, sharding_of
 from tessel.nn.layer import Layer
 
 
@@ -37,13 +38,23 @@ class RegisterParallelDim(HasHandle, torch.nn.Module):
         self.dim = dim
         self.partition = row_of(partition)
 
-    _derived = HasHandle._derived | {"_traces", "_given_kind"}
+    _derived = HasHandle._derived | {"_traces", "_given_kind", "_last"}
+    # of the last call: its dim, the number of dimensions of its tensor, and what follows from them
+    _last: tuple[int | None, int, Sharding] | None = None
     gives_kinds = True
     can_be_traced = Layer.can_be_traced
 
     @in_graphs()
     def forward(self, input: Tensor) -> Tensor:
-        return registered(input, self.dim, self.partition, "RegisterParallelDim")
+        last = self._last
+        if last is not None and type(input) is Tensor and not is_compiling():
+            dim, ndim, sharding = last
+            if (dim, ndim) == (self.dim, input.ndim) and sharding.partition is self.partition:
+                return as_shard(input, sharding)
+        found = registered(input, self.dim, self.partition, "RegisterParallelDim")
+        if type(input) is Tensor and not is_compiling() and (known := sharding_of(found)):
+            self._last = self.dim, input.ndim, known
+        return found
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
