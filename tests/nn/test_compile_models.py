@@ -464,3 +464,26 @@ def recompute() -> None:
 def test_movements_are_not_repeated_where_torch_checkpoints(run: Run) -> None:
     """Checkpoints inside of compiled code; a movement is in no backward graph again."""
     run(recompute, nprocs=3, timeout=SECONDS)
+
+
+def one_gradient() -> None:
+    """What cannot be compiled on all workers alike is called as it is, without `fullgraph`."""
+    torch._dynamo.reset()
+    P = grid()
+    torch.manual_seed(tessel.world().rank)
+    plain = nn.Sequential(LAYERS["convolution"](P), nn.Tanh()).double().requires_grad_(False)
+    fast = torch.compile(copy.deepcopy(plain), backend="aot_eager")
+    found = []
+    for model in (fast, plain, fast):
+        x = part(P, 7).requires_grad_(tessel.world().rank == 0)
+        y = model(x)
+        if y.requires_grad:
+            y.square().sum().backward()
+        found.append((y.detach(), x.grad))
+    assert (found[0][1] is not None) == (tessel.world().rank == 0)
+    for each in (found[0], found[2]):
+        torch.testing.assert_close(each, found[1], rtol=1e-11, atol=1e-12)
+
+
+def test_a_gradient_on_one_worker_alone(run: Run) -> None:
+    run(one_gradient, nprocs=2, timeout=SECONDS)

@@ -91,8 +91,6 @@ def _(mode: FunctionalTensorMode, func: Any, types: Any, args: Any, kwargs: Any)
     return result
 
 
-SAC_IGNORED_OPS.add(torch.ops.tessel.apply.default)  # or torch says again that it is repeated
-
 # what was put last into a graph that is made now: whether in its backward pass, and its token
 _tokens: WeakKeyDictionary[FunctionalTensorMode, tuple[bool, Tensor]] = WeakKeyDictionary()
 
@@ -115,6 +113,7 @@ class Trace:
 def placed(x: Tensor, operator: Any) -> Tensor:
     """The result of an operator as a node of the graph that is made now."""
     if torch.compiler.is_dynamo_compiling():  # a movement by itself; it cannot look into contexts
+        _be_ready()
         return node(x, operator.handle)
     trace = current_trace.get()
     return node(x, operator.handle) if trace is None else trace.node(x, operator)
@@ -251,10 +250,12 @@ _called: list[Callable[..., Any]] = []  # what runs a method in a graph, when a 
 def _be_ready() -> bool:
     # not before: the compiler takes as long to import as torch
     if not _called:
-        _called.append(torch._dynamo.nonstrict_trace(_run))
+        # What cannot be traced is called as it is, and nothing that it calls is compiled then.
+        _called.append(torch._dynamo.nonstrict_trace(untraced(_run)))
         # Others wait for a worker also where it needs nothing of what comes, as with an empty part.
         torch.fx.node.has_side_effect(torch.ops.tessel.apply.default)
         torch.fx.node.has_side_effect(torch.ops.tessel.apply_after.default)
+        SAC_IGNORED_OPS.add(torch.ops.tessel.apply.default)  # or torch says again: it is repeated
     return True
 
 

@@ -532,7 +532,7 @@ class Group:
                 rows_there = said_by[each[0]][:-1].reshape(len(each), length)
                 words[[row_of[worker] for worker in each]] = rows_there
             numbers = {first: int(values[-1]) for first, values in said_by.items()}
-            self._compare_numbers(number, {ways.worker: number} | numbers)
+            self._compare_numbers(number, dict(sorted({ways.worker: number, **numbers}.items())))
             Exchange(ways, key, [SendBuffer(worker, all_words) for worker in team[1:]], [])()
             return words.tobytes()
 

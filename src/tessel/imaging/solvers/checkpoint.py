@@ -71,7 +71,8 @@ class Checkpoint:
     The last two checkpoints are kept, each complete on the disk before it counts. If a file of the
     last one is missing or damaged, the run warns, names it, and resumes from the one before; if
     that cannot be read either all workers raise. A folder of another problem, of which the image,
-    the method, the operators or their numbers differ, is refused.
+    the method, the operators or their numbers differ, is refused; operators and numbers are
+    compared only where the image lies as it did, since they differ in other parts.
 
     Args:
         folder: where the files go; workers on several hosts need not share it, unless a run
