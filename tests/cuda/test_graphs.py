@@ -18,14 +18,23 @@ pytestmark = [
 ]
 
 
-def graphed(ways: str, kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Parameters after some steps of a model whose passes torch captured, or not."""
+CASES = [("ResNet18", (8, 10), (2, 3, 64, 64)), ("UNet", (3, 4), (1, 1, 16, 16, 16))]
+
+
+def converted(kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """A model on two workers, and this worker's parts of some inputs."""
     torch.manual_seed(0)
     P = tessel.world().create_cartesian_topology_partition([1, 1, 2, *[1] * (len(shape) - 3)])
     model = tessel.nn.distribute_module(getattr(models, kind)(*arguments), P).double().cuda()
     given = torch.Generator().manual_seed(1)
     whole = [torch.randn(shape, generator=given).double() for _ in range(4)]
     parts = [tessel.Layout.balanced(P, shape).local_part(x).cuda() for x in whole]
+    return model, parts
+
+
+def graphed(ways: str, kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """Parameters after some steps of a model whose passes torch captured, or not."""
+    model, parts = converted(kind, arguments, shape)
     kept = {name: value.clone() for name, value in model.named_buffers()}
     if ways == "graphed":
         model = torch.cuda.make_graphed_callables(model, (parts[0].clone(),))
@@ -43,10 +52,7 @@ def graphed(ways: str, kind: str, arguments: tuple[int, ...], shape: tuple[int, 
     return {key: value.cpu() for key, value in model.state_dict().items()}, y
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "shape"),
-    [("ResNet18", (8, 10), (2, 3, 64, 64)), ("UNet", (3, 4), (1, 1, 16, 16, 16))],
-)
+@pytest.mark.parametrize(("kind", "arguments", "shape"), CASES)
 def test_graphed_callables(kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> None:
     eager = over_nccl(graphed, 2, "eager", kind, arguments, shape)
     replayed = over_nccl(graphed, 2, "graphed", kind, arguments, shape)
@@ -59,12 +65,7 @@ def test_graphed_callables(kind: str, arguments: tuple[int, ...], shape: tuple[i
 
 def trained(captured: bool, kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """The parameters and buffers after some steps, and the seconds that the host took for one."""
-    torch.manual_seed(0)
-    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, *[1] * (len(shape) - 3)])
-    model = tessel.nn.distribute_module(getattr(models, kind)(*arguments), P).double().cuda()
-    given = torch.Generator().manual_seed(1)
-    whole = [torch.randn(shape, generator=given).double() for _ in range(4)]
-    parts = [tessel.Layout.balanced(P, shape).local_part(x).cuda() for x in whole]
+    model, parts = converted(kind, arguments, shape)
     x = parts[0].clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
@@ -95,10 +96,7 @@ def trained(captured: bool, kind: str, arguments: tuple[int, ...], shape: tuple[
     return {key: value.cpu() for key, value in model.state_dict().items()}, y, min(seconds)
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "shape"),
-    [("ResNet18", (8, 10), (2, 3, 64, 64)), ("UNet", (3, 4), (1, 1, 16, 16, 16))],
-)
+@pytest.mark.parametrize(("kind", "arguments", "shape"), CASES)
 def test_a_captured_step_is_the_step(
     kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:

@@ -46,13 +46,13 @@ class RegisterParallelDim(HasHandle, torch.nn.Module):
 
     @in_graphs()
     def forward(self, input: Tensor) -> Tensor:
-        last = self._last
-        if last is not None and type(input) is Tensor and not is_compiling():
-            dim, ndim, sharding = last
+        is_plain = type(input) is Tensor and not is_compiling()
+        if is_plain and self._last is not None:
+            dim, ndim, sharding = self._last
             if (dim, ndim) == (self.dim, input.ndim) and sharding.partition is self.partition:
                 return as_shard(input, sharding)
         found = registered(input, self.dim, self.partition, "RegisterParallelDim")
-        if type(input) is Tensor and not is_compiling() and (known := sharding_of(found)):
+        if is_plain and (known := sharding_of(found)):
             self._last = self.dim, input.ndim, known
         return found
 
