@@ -337,25 +337,39 @@ class Contents:
         self.is_split = False
         kinds = sharded_kinds()
         seen: set[int] = set()
-
-        def walk(module: nn.Module) -> None:
+        waiting = [model]  # a stack: a call for each module would take as long as all the rest
+        while waiting:
+            module = waiting.pop()
+            if id(module) in seen:
+                continue
             seen.add(id(module))
             is_entered = isinstance(module.__dict__.get("forward"), Entrance)
             if not is_entered and not isinstance(module, Layer | DistributedDataParallel):
                 self.unentered.append(module)
-            if isinstance(module, kinds):
+            if kinds and isinstance(module, kinds):
                 self.sharded.append(module)
-            for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
-                for value in held.values():
-                    if value is not None:
-                        found.setdefault(id(value), value)
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    walk(child)
-
-        walk(model)
+            for value in module._parameters.values():
+                if value is not None:
+                    parameters.setdefault(id(value), value)
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    buffers.setdefault(id(buffer), buffer)
+            if module._modules:
+                children = [each for each in module._modules.values() if each is not None]
+                waiting += reversed(children)
         self.parameters = list(parameters.values())
         self.values = [*self.parameters, *buffers.values()]
+
+
+def _found_in(kind: type, name: str) -> Any:
+    """What a class, or one that it derives from, has of this name, as it is written there.
+
+    `inspect.getattr_static` gives the same, and takes longer than many a layer.
+    """
+    for each in kind.__mro__:
+        if name in each.__dict__:
+            return each.__dict__[name]
+    raise AttributeError(f"{kind.__name__} has no attribute {name!r} any more")
 
 
 class Entrance(HasHandle):
@@ -385,7 +399,7 @@ class Entrance(HasHandle):
         if name == "__signature__" and "module" in self.__dict__:
             if self.own is not None:
                 return inspect.signature(self.own)
-            method = inspect.getattr_static(type(self.module), self.name)
+            method = _found_in(type(self.module), self.name)
             return inspect.signature(method.__get__(self.module, type(self.module)))
         raise AttributeError(
             f"'Entrance' object has no attribute {name!r}: the methods of a converted model are "
@@ -397,13 +411,15 @@ class Entrance(HasHandle):
         """That of the module."""
         if self.own is not None:
             return self.own(*args, **kwargs)
-        if isinstance(self.module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
-            return nn.modules.batchnorm._BatchNorm.forward(self.module, *args, **kwargs)
-        if isinstance(self.module, torch.jit.ScriptModule):  # traced ones: their class has no code
-            return self.module._c._get_method(self.name)(*args, **kwargs)
-        # found in the class, and bound, unless it is a static method
-        method = inspect.getattr_static(type(self.module), self.name)
-        return method.__get__(self.module, type(self.module))(*args, **kwargs)
+        module = self.module
+        if isinstance(module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
+            return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
+        if isinstance(module, torch.jit.ScriptModule):  # traced ones: their class has no code
+            return module._c._get_method(self.name)(*args, **kwargs)
+        method = _found_in(type(module), self.name)
+        if type(method) is FunctionType:
+            return method(module, *args, **kwargs)
+        return method.__get__(module, type(module))(*args, **kwargs)  # say, a static one
 
     def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a compiler may have this call in its graph, in which shapes are fixed then."""

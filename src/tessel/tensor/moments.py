@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import prod
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn._reduction import get_enum
 
 from tessel.tensor.table import widened
 
 Pair = tuple[Tensor | None, Tensor | None]
+_NO_REDUCTION = get_enum("none")
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +32,8 @@ def mean_square(x: Tensor, centre: Tensor) -> Tensor:
     Its gradient is one pass over `x` and keeps nothing else.
     """
     target = centre.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
-    squares = F.mse_loss(x, target, reduction="none")
+    # what F.mse_loss calls when it has compared and broadcast shapes, which are alike here
+    squares: Tensor = torch._C._nn.mse_loss(x, target, _NO_REDUCTION)  # type: ignore[arg-type]
     return squares.sum(_all_but_second(x)) / max(1, _count(x))
 
 
@@ -40,7 +42,7 @@ def _all_but_second(x: Tensor) -> tuple[int, ...]:
 
 
 def _count(x: Tensor) -> int:
-    return prod(x.shape[dim] for dim in _all_but_second(x))
+    return prod((len(x), *x.shape[2:]))
 
 
 def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
