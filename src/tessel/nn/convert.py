@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import call, is_
 from types import FunctionType
 from typing import Any
 
@@ -229,6 +230,7 @@ class ModelConversion:
         self.replicas = Replicas(P_x)
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
+        self._last: list[weakref.ref[Tensor]] = []  # those of the last call, in their order
 
     def enter(self, model: nn.Module) -> None:
         """Take a model in whose parameters and buffers are alike on all workers.
@@ -268,9 +270,15 @@ class ModelConversion:
 
     def unknown(self, values: Iterable[Tensor]) -> list[Tensor]:
         """Those that came into the model since its last call; a copy of a model knows none."""
-        known = self._alike
+        values, known, last = list(values), self._alike, self._last
+        # Mostly those of the last call, one by one: a look at each takes twenty times as long.
+        if len(values) == len(last) and all(map(is_, map(call, last), values)):
+            return []
         # an identity may be that of a tensor that is gone
-        return [v for v in values if (ref := known.get(id(v))) is None or ref() is not v]
+        found = [v for v in values if (ref := known.get(id(v))) is None or ref() is not v]
+        if not found:
+            self._last = [known[id(v)] for v in values]
+        return found
 
     def late_form(self, model: nn.Module, contents: Contents) -> tuple[Any, ...]:
         """What was put into a model after its conversion, as all workers must have it."""
@@ -301,7 +309,7 @@ class ModelConversion:
         What every worker has whole becomes plain again: it enters a `state_dict`, and optimizers.
         """
         contents = Contents(model)
-        if any(isinstance(value, SpreadTensor) for value in contents.values):
+        if any(issubclass(kind, SpreadTensor) for kind in {*map(type, contents.values)}):
             for module in model.modules():
                 _make_plain(module._parameters, nn.Parameter)
                 _make_plain(module._buffers, Tensor.requires_grad_)
@@ -309,7 +317,7 @@ class ModelConversion:
         self.note(self.unknown(contents.values))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_alike": {}}  # those of a copy are others
+        return {**self.__dict__, "_alike": {}, "_last": []}  # those of a copy are others
 
 
 def _make_plain(values: dict[str, Any], make: Callable[[Tensor, bool], Tensor]) -> None:
@@ -372,6 +380,9 @@ def _found_in(kind: type, name: str) -> Any:
     raise AttributeError(f"{kind.__name__} has no attribute {name!r} any more")
 
 
+_WITH_OTHER_CODE = (nn.SyncBatchNorm, torch.jit.ScriptModule)  # than that of their class
+
+
 class Entrance(HasHandle):
     """The `forward` of a module in a converted model: the outermost agrees on the input.
 
@@ -409,27 +420,34 @@ class Entrance(HasHandle):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
+        module = self.module
         if self.own is not None:
             return self.own(*args, **kwargs)
-        module = self.module
+        if not isinstance(module, _WITH_OTHER_CODE):
+            method = _found_in(type(module), self.name)
+            if type(method) is FunctionType:
+                return method(module, *args, **kwargs)
+            return method.__get__(module, type(module))(*args, **kwargs)  # say, a static one
         if isinstance(module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
             return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
-        if isinstance(module, torch.jit.ScriptModule):  # traced ones: their class has no code
-            return module._c._get_method(self.name)(*args, **kwargs)
-        method = _found_in(type(module), self.name)
-        if type(method) is FunctionType:
-            return method(module, *args, **kwargs)
-        return method.__get__(module, type(module))(*args, **kwargs)  # say, a static one
+        return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
 
     def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
         return fix_shapes((args, kwargs)) and not is_in_model() and not is_averaged()
 
-    @in_graphs("module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if running.get() is not None:
-            result = self.forward(*args, **kwargs)  # inside of a model
-            return nested(unviewed, result) if is_fully_sharded(self.module) else result
+        # what a compiler sees is that all of this is one call: it knows no variables of a context
+        if torch.compiler.is_dynamo_compiling() or running.get() is None:
+            return self.from_outside(*args, **kwargs)
+        result = self.forward(*args, **kwargs)
+        return nested(unviewed, result) if is_fully_sharded(self.module) else result
+
+    @in_graphs("module")
+    def from_outside(self, *args: Any, **kwargs: Any) -> Any:
+        """The outermost call of the model."""
+        if running.get() is not None:  # which a compiler could not see
+            return self(*args, **kwargs)
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
         spread = any(isinstance(each, SpreadTensor) for each in given)

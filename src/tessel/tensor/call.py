@@ -330,7 +330,7 @@ def _needs_summing(values: Iterable[Any]) -> bool:
     """Whether a tensor among the arguments is in separate copies, or has no part here."""
     for value in values:
         kind = type(value)
-        if kind in _LEAVES:
+        if kind in _LEAVES or (kind is tuple and _LEAVES.issuperset(map(type, value))):
             continue
         if kind is Tensor or isinstance(value, Tensor):
             layout = value._layout

@@ -18,9 +18,9 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and variance over all dimensions but the second; zeros where there is no value."""
     x = widened(x)
     mean = x.sum(_all_but_second(x)) / max(1, _count(x))
-    centre = mean.detach()
     if not torch.is_grad_enabled():
-        return mean, mean_square(x, centre)
+        return mean, mean_square(x, mean)
+    centre = mean.detach()
     # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
     # zero there, and so is its slope; its second derivative is not.
     return mean, mean_square(x, centre) - (mean - centre).square()
@@ -59,11 +59,13 @@ def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, 
     return mean, variance
 
 
-@torch.no_grad()
 def update_running(
     running: Pair, mean: Tensor, variance: Tensor, count: int, momentum: float
 ) -> None:
     """Running statistics take in those of so many values; the new ones count `momentum`."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return update_running(running, mean, variance, count, momentum)
     unbiased = momentum * count / (count - 1)
     for each, new, much in zip(running, (mean, variance), (momentum, unbiased), strict=True):
         assert each is not None

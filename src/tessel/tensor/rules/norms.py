@@ -459,7 +459,7 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return norm.result(
             normalize_by_running(norm.x, norm.running(), *norm.parameters(), given["eps"])
         )
-    gathering = Gathering.over(norm.layout, (0, *range(2, norm.x.dim())), is_shared=True)
+    gathering = _over_channels(norm.layout)
     if gathering.stays:  # each worker has all values of its channels: this is torch's own
         weight, bias = norm.parameters()
         if not norm.x.numel():
@@ -474,9 +474,15 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                     each.copy_(new)
     else:
         y = _normalize_over_parts(norm, gathering)
-    if norm.tracks and _collecting(norm.layout, (1,)) is not None:
+    if norm.tracks and norm.layout.is_split(1):
         norm.collect_running()
     return norm.result(y)
+
+
+@kept_in_job
+def _over_channels(layout: Layout) -> Gathering:
+    """Averages of each channel, over batch and space."""
+    return Gathering.over(layout, (0, *range(2, len(layout.shape))), is_shared=True)
 
 
 def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
