@@ -338,33 +338,28 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parameters: dict[int, Tensor] = {}
-        buffers: dict[int, Tensor] = {}
-        self.unentered: list[nn.Module] = []
-        self.sharded: list[nn.Module] = []
-        self.is_split = False
-        kinds = sharded_kinds()
-        seen: set[int] = set()
-        waiting = [model]  # a stack: a call for each module would take as long as all the rest
+        modules: dict[int, nn.Module] = {}
+        waiting = [model]  # a stack, and no call for each module, of which there may be many
         while waiting:
             module = waiting.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            is_entered = isinstance(module.__dict__.get("forward"), Entrance)
-            if not is_entered and not isinstance(module, Layer | DistributedDataParallel):
-                self.unentered.append(module)
-            if kinds and isinstance(module, kinds):
-                self.sharded.append(module)
-            for value in module._parameters.values():
-                if value is not None:
-                    parameters.setdefault(id(value), value)
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    buffers.setdefault(id(buffer), buffer)
-            if module._modules:
-                children = [each for each in module._modules.values() if each is not None]
-                waiting += reversed(children)
+            if id(module) not in modules:
+                modules[id(module)] = module
+                if module._modules:
+                    waiting += [each for each in module._modules.values() if each is not None][::-1]
+        all_modules = modules.values()
+        parameters = {
+            id(p): p for m in all_modules for p in m._parameters.values() if p is not None
+        }
+        buffers = {id(b): b for m in all_modules for b in m._buffers.values() if b is not None}
+        self.unentered = [
+            module
+            for module in all_modules
+            if not isinstance(module.__dict__.get("forward"), Entrance)
+            and not isinstance(module, Layer | DistributedDataParallel)
+        ]
+        kinds = sharded_kinds()
+        self.sharded = [each for each in all_modules if isinstance(each, kinds)] if kinds else []
+        self.is_split = False
         self.parameters = list(parameters.values())
         self.values = [*self.parameters, *buffers.values()]
 
