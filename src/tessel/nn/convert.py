@@ -346,19 +346,17 @@ class Contents:
                 modules[id(module)] = module
                 if module._modules:
                     waiting += [each for each in module._modules.values() if each is not None][::-1]
-        all_modules = modules.values()
-        parameters = {
-            id(p): p for m in all_modules for p in m._parameters.values() if p is not None
-        }
-        buffers = {id(b): b for m in all_modules for b in m._buffers.values() if b is not None}
+        held = modules.values()
+        parameters = {id(p): p for m in held for p in m._parameters.values() if p is not None}
+        buffers = {id(b): b for m in held for b in m._buffers.values() if b is not None}
         self.unentered = [
             module
-            for module in all_modules
+            for module in held
             if not isinstance(module.__dict__.get("forward"), Entrance)
             and not isinstance(module, Layer | DistributedDataParallel)
         ]
         kinds = sharded_kinds()
-        self.sharded = [each for each in all_modules if isinstance(each, kinds)] if kinds else []
+        self.sharded = [each for each in held if isinstance(each, kinds)] if kinds else []
         self.is_split = False
         self.parameters = list(parameters.values())
         self.values = [*self.parameters, *buffers.values()]
