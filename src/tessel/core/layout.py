@@ -226,12 +226,12 @@ class Layout:
                 for cut, length in zip(self.cuts, lengths, strict=True)
             )
             found = replace(self, shape=lengths, cuts=cuts)
-            self._resized[lengths] = self if found == self else found
-        return self._resized[lengths]
+            self._resized[lengths] = None if found == self else found
+        return self._resized[lengths] or self
 
     @cached_property
-    def _resized(self) -> dict[Shape, Layout]:
-        return {}  # those that were asked for
+    def _resized(self) -> dict[Shape, Layout | None]:
+        return {}  # those that were asked for; None for itself, which would be a cycle
 
     @cached_property
     def _hash(self) -> int:

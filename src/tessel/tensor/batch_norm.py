@@ -32,7 +32,7 @@ from tessel.transport import Group
 _KINDS = (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # made in each call, and a frozen one is slower to make
 class KernelNorm:
     """A norm of a split tensor by kernels: (x, w, b) to y, and to what its gradient needs.
 
@@ -57,7 +57,7 @@ class KernelNorm:
         return self.gather.group
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # made in each call, and a frozen one is slower to make
 class BatchNorm(KernelNorm):
     """To y, and to the mean and the variance (1/s on a GPU).
 

@@ -27,7 +27,7 @@ from tessel.tensor.batch_norm import KernelNorm, derived, gradient_of, gradient_
 from tessel.tensor.moments import combined, local_moments
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # made in each call, and a frozen one is slower to make
 class GroupNorm(KernelNorm):
     """To y, and to the mean and variance of each sample's groups.
 

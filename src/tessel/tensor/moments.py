@@ -76,7 +76,7 @@ def _all_but_second(x: Tensor) -> tuple[int, ...]:
 
 
 def _count(x: Tensor) -> int:
-    return prod((len(x), *x.shape[2:]))
+    return prod((x.shape[0], *x.shape[2:]))
 
 
 def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
