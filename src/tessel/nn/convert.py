@@ -648,7 +648,8 @@ def _entrances(graph: GraphModule) -> dict[str, Any]:
 
 
 def _copied_graph(graph: GraphModule, memo: dict[int, Any]) -> GraphModule:
-    found: GraphModule = super(type(graph), graph).__deepcopy__(memo)
+    plain: Any = super(type(graph), graph)
+    found: GraphModule = plain.__deepcopy__(memo)
     found.__dict__.update(deepcopy(_entrances(graph), memo))
     _keep_entrances(found)
     return found
