@@ -25,6 +25,7 @@ from tessel.core.graph import current_trace, outside_of_graphs, placed, settings
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Outline
+from tessel.transport import Again
 
 Agreed = tuple["LinearOperator", TensorMeta]
 Tensors = Sequence[Tensor | None]  # None is a zero that nobody computed, or left out
@@ -53,7 +54,8 @@ class LinearOperator(HasHandle):
     domain: Layout
     codomain: Layout
     _group: transport.Group | None = None
-    _derived = HasHandle._derived | {"_group"}
+    _again: Again | None = None  # makes what was made before once more, in one call of the engine
+    _derived = HasHandle._derived | {"_group", "_again"}
 
     def _apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must implement `_apply`")

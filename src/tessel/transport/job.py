@@ -80,8 +80,8 @@ def leave(error: BaseException | None = None) -> None:
 
 
 def total_traffic() -> Traffic:
-    """The running totals of this worker."""
-    return _job().membership.traffic
+    """The running totals of this worker until now."""
+    return _job().membership.total_traffic
 
 
 def look_for_job() -> None:
