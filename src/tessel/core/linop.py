@@ -674,7 +674,7 @@ class _Apply(torch.autograd.Function):
             return record(ctx.operator.H, grad, anchor=anchor), None, None
         grad = _values_of(grad)
         # Backward passes are not agreed on: that of another call must not answer this one.
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             return record(ctx.operator.H, grad, anchor=anchor), None, None
 
 
@@ -721,7 +721,7 @@ class _ApplyProduct(_ApplyAnyMode):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         token, *kept = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             x, *factors = ctx.product.vjp(_values_of(grad), anchor, ctx.needs_input_grad, *kept)
         return x, None, None, *factors
 
@@ -746,7 +746,7 @@ class _ApplySeveral(_ApplyAnyMode):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             found = record_several(ctx.operator.H, tuple(map(_values_of, grads[:-1])), anchor)
         needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
@@ -772,7 +772,7 @@ class _ApplyMap(_ApplyAnyMode):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, n = ctx.saved_tensors, ctx.num_inputs
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             found = ctx.function.vjp(
                 [_values_of(grad) for grad in grads], ctx.needs_input_grad[1:], kept[:n], kept[n:]
             )

@@ -206,21 +206,21 @@ class Move(LinearOperator):
     def stages(self) -> tuple[Stage, ...]:
         """The same, with the group that makes them."""
         *before, last = self.route
-        shapes = self.domain.local_shape, self.codomain.local_shape
-        is_only = not before and self.spaced is None
-        is_only = is_only and (last.source_shape, last.target_shape) == shapes
         return (
             *(Stage(plan, self.group) for plan in before),
-            Stage(last, self.group, self.spaced, is_only),
+            Stage(last, self.group, self.spaced),
         )
+
+    @cached_property
+    def _is_one_exchange(self) -> bool:
+        """Whether one exchange makes the output of the input, both as they are."""
+        plan, *more = self.route
+        shapes = self.domain.local_shape, self.codomain.local_shape
+        return not more and (plan.source_shape, plan.target_shape) == shapes
 
     def _apply(self, x: Tensor) -> Tensor:
         if is_compiling():
             return placed(x, self)
-        if self._again is not None:
-            y = self._again(x)
-            if y is not None:
-                return y if type(y) is Tensor else self.stages[-1].finish_again(x, *y)
         if x.is_cuda and self.sums_all and self.group.adds_on_devices(x):
             y = x.clone(memory_format=torch.contiguous_format)
             self.group.all_reduce(y)()
@@ -237,7 +237,8 @@ class Move(LinearOperator):
         if into_output is not None:
             return self._as_output(into_output.before(last, x))
         y = last(x)
-        self.__dict__["_again"] = last.again
+        if self._is_one_exchange:
+            self.__dict__["_again"] = last.again
         return self._as_output(y)
 
     @cached_property
@@ -322,7 +323,6 @@ class Stage:
         plan: what leaves and what comes.
         group: who takes part.
         spaced: a dimension whose slices lie a little apart in the memory of the output.
-        is_only: whether it is all of its move, from its input to its output as they are.
     """
 
     def __init__(
@@ -330,9 +330,8 @@ class Stage:
         plan: Plan,
         group: transport.Group,
         spaced: int | None = None,
-        is_only: bool = False,
     ) -> None:
-        self.plan, self.group, self.spaced, self.is_only = plan, group, spaced, is_only
+        self.plan, self.group, self.spaced = plan, group, spaced
         self._programs: dict[Lies, CopyProgram | None] = {}
         self.again: Again | None = None  # makes the exchange again for the tensors that it knows
         self._repeated: set[tuple[torch.dtype, Shape, Shape]] = set()  # how these lie
@@ -340,6 +339,10 @@ class Stage:
     def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """The output, in the room that is given for it."""
         plan = self.plan
+        if self.again is not None and room is None:
+            y = self.again(x)
+            if y is not None:
+                return y if type(y) is Tensor else self.finish_again(x, *y)
         if plan.stays and room is None:
             # a copy, as every other move gives
             return x.clone(memory_format=torch.contiguous_format)
@@ -350,7 +353,7 @@ class Stage:
         y = self._room(x, room)
         if self._follow(x, y, False):
             kind = x.dtype, x.shape, x.stride()
-            if self.is_only and room is None and not self._gaps and kind not in self._repeated:
+            if room is self.spaced is None and not self._gaps and kind not in self._repeated:
                 if len(self._repeated) >= MOST_PROGRAMS:
                     self._repeated.clear()
                     self.again = None

@@ -111,10 +111,6 @@ class Membership:
     def tag(self) -> int:
         return self.own.tag
 
-    @tag.setter
-    def tag(self, call: int) -> None:
-        self.own.tag = call
-
     @property
     def total_traffic(self) -> Traffic:
         """The running totals until now, with what the engine counted."""

@@ -9,8 +9,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, cast
@@ -99,15 +98,17 @@ def shares_memory() -> bool:
     return _job().membership.host is not None
 
 
-@contextmanager
-def tagged(call: int) -> Iterator[None]:
+class Tagged:  # a generator would take 2 µs more in each backward pass
     """Let messages carry the number of a call: they wait for those of the same call only."""
-    membership = _job().membership
-    before, membership.tag = membership.tag, call
-    try:
-        yield
-    finally:
-        membership.tag = before
+
+    def __init__(self, call: int) -> None:
+        self._own, self._call = _job().membership.own, call
+
+    def __enter__(self) -> None:
+        self._before, self._own.tag = self._own.tag, self._call
+
+    def __exit__(self, *_: object) -> None:
+        self._own.tag = self._before
 
 
 def kept_in_job(function: F) -> F:
