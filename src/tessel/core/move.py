@@ -153,12 +153,11 @@ class Move(LinearOperator):
             if problem:
                 raise ValueError(f"{self._label} with `out`, {problem}")
             return self._apply_into(x, out)
-        if (
-            not is_compiling()
-            and self._again is not None
-            and (meta is None or not (meta.needs_grad or meta.has_tangent))
-        ):  # if no derivative passes, Python looks at nothing of what leads to the engine
-            y = self._again(x)
+        again = None if is_compiling() else self._again
+        if again is not None and (meta is None or not (meta.needs_grad or meta.has_tangent)):
+            y = again(
+                x
+            )  # if no derivative passes, Python looks at nothing on the way to the engine
             if y is not None:
                 return y if type(y) is Tensor else self.stages[-1].finish_again(x, *y)
         return super().apply(x, meta)

@@ -773,7 +773,7 @@ enum { ON_CPU = 1, COMPLEX = 5 };
 
 /* What torch is asked, and what must be as it was when it was named: who looks at what moves, as traces do, puts
  * something in its place. */
-enum { TENSOR, IS_NEG, IS_CONJ, IS_TRANSFORMED, IS_GRAD_ENABLED, FORWARD_MODE, EMPTY_LIKE, EMPTY_STRIDED, NUM_ASKED };
+enum { TENSOR, IS_NEG, IS_CONJ, IS_TRANSFORMED, IS_GRAD_ENABLED, FORWARD_MODE, EMPTY_LIKE, NUM_ASKED };
 static PyObject *asked[NUM_ASKED], *tag_name, *count_name, *level_name, *grad_name;
 static int (*show)(void *tensor, struct shown *found);
 enum { MOST_UNCHANGED = 8 };
@@ -783,15 +783,15 @@ static pid_t this_process; /* asking the system takes as long as a small copy */
 
 static void note_process(void) { this_process = getpid(); }
 
-/* Objects that an exchange needs, and keeps: PROGRAM is what owns the words of its program. */
-enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, SHAPE, STEPS, ALARM, COUNTED, EARLIER, NUM_KEPT };
+/* Objects that an exchange needs, and keeps: PROGRAM is what owns the words of its program, LIKE a tensor that lies as
+ * the result does. */
+enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, LIKE, ALARM, COUNTED, EARLIER, NUM_KEPT };
 struct again {
     const struct again *earlier; /* for tensors that lie otherwise */
     PyObject *kept[NUM_KEPT];
     const word *program, *alarm;
     word *counted, sent, received;
     pid_t owner;
-    int is_alike; /* whether the result lies as the tensor does */
     struct shown lies;
     int64_t dims[2 * MOST_DIMS];
 };
@@ -830,16 +830,14 @@ static int is_plain(PyObject *x, const struct shown *lies) {
     if (!is_other) is_other = truth(PyObject_CallFunctionObjArgs(asked[IS_NEG], x, NULL));
     if (!is_other && lies->code == COMPLEX) is_other = truth(PyObject_CallFunctionObjArgs(asked[IS_CONJ], x, NULL));
     if (is_other) return is_other < 0 ? -1 : 0;
-    const word level = number(PyObject_GetAttr(asked[FORWARD_MODE], level_name));
-    return PyErr_Occurred() ? -1 : level < 0;
+    PyObject *level = PyDict_GetItemWithError(asked[FORWARD_MODE], level_name); /* borrowed */
+    const word value = level ? PyLong_AsLongLong(level) : 0;
+    return PyErr_Occurred() ? -1 : value < 0;
 }
 
 /* Room for the result; None if torch makes something else now. */
-static PyObject *make_result(const struct again *again, PyObject *x, struct shown *to) {
-    PyObject *const *kept = again->kept;
-    PyObject *y = again->is_alike
-                      ? PyObject_CallFunctionObjArgs(asked[EMPTY_LIKE], x, NULL)
-                      : PyObject_CallFunctionObjArgs(asked[EMPTY_STRIDED], x, kept[SHAPE], kept[STEPS], NULL);
+static PyObject *make_result(const struct again *again, struct shown *to) {
+    PyObject *y = PyObject_CallFunctionObjArgs(asked[EMPTY_LIKE], again->kept[LIKE], NULL);
     if (!y || ((PyObject *)Py_TYPE(y) == asked[TENSOR] && !show(y, to) && to->device == ON_CPU)) return y;
     PyErr_Clear();
     Py_DECREF(y);
@@ -872,7 +870,7 @@ static PyObject *py_again(PyObject *self, PyObject *x) {
         is_other = truth(PyObject_CallFunctionObjArgs(kept[PINNED], x, NULL));
     if (can < 0 || is_other < 0) return NULL;
     if (!can || is_other) Py_RETURN_NONE;
-    PyObject *y = make_result(again, x, &to);
+    PyObject *y = make_result(again, &to);
     if (!y || y == Py_None) return y;
     const word tag = number(PyObject_GetAttr(kept[OWN], tag_name));
     const word count = number(PyObject_GetAttr(kept[GROUP_OBJECT], count_name));
@@ -926,11 +924,9 @@ static PyMethodDef again_method = {"again", py_again, METH_O, "again(x): make an
 static PyObject *py_repeat(PyObject *self, PyObject *args) {
     PyObject *kept[NUM_KEPT] = {0}, *x;
     word program, alarm, counted, sent, received, owner;
-    int is_alike;
-    if (!PyArg_ParseTuple(args, "OLO(LLLLL)p(OO)(OOOOO)OOOO:repeat", &x, &program, &kept[PROGRAM], &alarm, &counted,
-                          &sent, &received, &owner, &is_alike, &kept[SHAPE], &kept[STEPS], &kept[GROUP_OBJECT],
-                          &kept[OWN], &kept[ACQUIRE], &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM],
-                          &kept[COUNTED], &kept[EARLIER]))
+    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOO:repeat", &x, &kept[LIKE], &program, &kept[PROGRAM], &alarm,
+                          &counted, &sent, &received, &owner, &kept[GROUP_OBJECT], &kept[OWN], &kept[ACQUIRE],
+                          &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM], &kept[COUNTED], &kept[EARLIER]))
         return NULL;
     struct shown lies;
     if (!show || (PyObject *)Py_TYPE(x) != asked[TENSOR] || show(x, &lies) || lies.num_dims > MOST_DIMS) {
@@ -940,8 +936,7 @@ static PyObject *py_repeat(PyObject *self, PyObject *args) {
     struct again *again = PyMem_Calloc(1, sizeof *again);
     if (!again) return PyErr_NoMemory();
     *again = (struct again){.program = (const word *)program, .alarm = (const word *)alarm, .counted = (word *)counted,
-                            .sent = sent, .received = received, .owner = (pid_t)owner, .is_alike = is_alike,
-                            .lies = lies};
+                            .sent = sent, .received = received, .owner = (pid_t)owner, .lies = lies};
     memcpy(again->dims, lies.shape, (size_t)lies.num_dims * sizeof(int64_t));
     memcpy(again->dims + lies.num_dims, lies.steps, (size_t)lies.num_dims * sizeof(int64_t));
     for (int i = 0; i < NUM_KEPT; i++) again->kept[i] = Py_NewRef(kept[i]);
@@ -955,8 +950,8 @@ static PyObject *py_repeat(PyObject *self, PyObject *args) {
 
 static PyObject *py_ask(PyObject *self, PyObject *args) {
     PyObject *capsule, *given[NUM_ASKED];
-    if (!PyArg_ParseTuple(args, "OOOOOOOOO:ask", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
-                          &given[5], &given[6], &given[7]))
+    if (!PyArg_ParseTuple(args, "OOOOOOOO:ask", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
+                          &given[5], &given[6]))
         return NULL;
     if (capsule == Py_None) Py_RETURN_FALSE;
     const struct table *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");

@@ -40,11 +40,10 @@ def await_any(waiting: int, /) -> bool:
 
 def repeat(
     x: Tensor,
+    like: Tensor,
     program: int,
     owner: object,
     numbers: tuple[int, int, int, int, int],
-    is_alike: bool,
-    lies: tuple[tuple[int, ...], tuple[int, ...]],
     job: tuple[Any, Any, Callable[..., bool], Callable[[], None], Callable[[], Any]],
     pinned: Callable[[Tensor], bool] | None,
     alarm: Any,
@@ -60,11 +59,10 @@ def repeat(
 
     Args:
         x: a tensor on the CPU.
+        like: one that lies as the output does; its values do not count.
         program, owner: the address of the program, and what keeps its words.
         numbers: the addresses of the alarm and of the counts of messages and of bytes that were
             sent and received, what the exchange adds to the latter two, and the process.
-        is_alike: whether the output lies as the input does, without gaps.
-        lies: the shape and the strides of the output.
         job: the group, what its threads have for themselves, how the lock of the host is taken and
             given back, and what raises if the job is broken.
         pinned: says whether x is pinned, if others read it where it lies.
