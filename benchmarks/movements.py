@@ -323,8 +323,8 @@ CLAIM = Claim(
         OnWorkers("Tessel, out=", by_out, covers=is_large),
     ],
     rounds=4,
-    note="""Tessel is Move.apply of a tensor that needs no gradient, which makes a new result each time; mpi4py and
-    Gloo write into buffers that were made before.""",
+    note="""Tessel is Move.apply of a tensor that needs no gradient, which makes a new result each
+    time; mpi4py and Gloo write into buffers that were made before.""",
 )
 
 if __name__ == "__main__":
