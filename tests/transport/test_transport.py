@@ -104,7 +104,7 @@ def overlapping(seed: int) -> int:
             ]
             places = [torch.zeros(length, dtype=torch.uint8) for _ in range(size)]
             receives = [ReceiveBuffer(other, place) for other, place in enumerate(places)]
-            with transport.tagged(number):
+            with transport.Tagged(number):
                 wait = group.exchange(sends, receives, torch.device("cpu"))
             under_way.append((wait, number, places))
         own.shuffle(under_way)
@@ -130,7 +130,7 @@ def unexpected_messages() -> list[float]:
     order = (7, 8) if worker == 0 else (8, 7)
     for tag in order:
         values = torch.full((3 * MIB // 4,), tag + 10.0 * worker)
-        with transport.tagged(tag):
+        with transport.Tagged(tag):
             sends = [SendBuffer(1 - worker, values)]
             waits.append(group.exchange(sends, [ReceiveBuffer(1 - worker, places[tag])], device))
             if worker == 0:
@@ -207,7 +207,7 @@ def test_sums_under_way_let_others_pass(run: Any, nprocs: int) -> None:
 
 
 def test_each_thread_tags_its_own_messages() -> None:
-    tag, begun, ended = Membership(), threading.Event(), threading.Event()
+    tag, begun, ended = Membership().own, threading.Event(), threading.Event()
 
     def work() -> None:
         assert tag.tag == 0
