@@ -121,6 +121,22 @@ def test_exchanges_overlap_and_end_in_any_order(run: Any, nprocs: int) -> None:
     assert run(overlapping, 3, nprocs=nprocs) == [5 * 4 * nprocs] * nprocs
 
 
+def brought() -> tuple[list[int], int]:
+    """What others send and what this worker keeps, and how often the latter was written to."""
+    group, worker = tessel.world().group, transport.this_worker()
+    own = torch.full((2,), worker)
+    sends = [SendBuffer(other, own) for other in group.workers]
+    places = [own if other == worker else torch.empty_like(own) for other in group.workers]
+    takes = [ReceiveBuffer(other, place) for other, place in enumerate(places)]
+    came = group.bring(sends, takes, own.device)
+    return torch.stack(came).flatten().tolist(), own._version
+
+
+def test_what_a_worker_keeps_is_not_written_to(run: Any) -> None:
+    """A layer may have saved it for its gradient."""
+    assert run(brought, nprocs=3) == [([0, 0, 1, 1, 2, 2], 0)] * 3
+
+
 def unexpected_messages() -> list[float]:
     """Messages that come before they are asked for are kept for whoever asks later."""
     group, worker = tessel.world().group, transport.this_worker()

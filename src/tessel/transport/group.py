@@ -241,9 +241,15 @@ class Group:
     def bring(
         self, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer], device: torch.device
     ) -> list[Tensor]:
-        """What comes to a GPU, wherever it came to: places only say its shape and dtype."""
+        """What comes to a GPU, wherever it came to: places only say its shape and dtype.
+
+        The place of what this worker keeps may be the tensor itself: nothing is written to it.
+        """
         if not self._uses_nccl:
-            self.exchange(sends, receives, device)()
+            given = {id(buffer.tensor) for buffer in sends}
+            takes = [each for each in receives if id(each.place) not in given]
+            kept = {each.worker for each in receives} - {each.worker for each in takes}
+            self.exchange([each for each in sends if each.worker not in kept], takes, device)()
             return [buffer.place for buffer in receives]
         self._count(sends, receives)
         key = self._key()
