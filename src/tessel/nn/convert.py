@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import call, is_
@@ -261,6 +262,8 @@ class ModelConversion:
             ]
             for name in ("forward", *others):
                 module.__dict__[name] = Entrance(module, self, name)
+            if isinstance(module, GraphModule):
+                _keep_entrances(module)
         self.note(Contents(model).values)
 
     def note(self, values: Iterable[Tensor]) -> None:
@@ -659,6 +662,38 @@ def _check_untraced(module: nn.Module, arguments: Any) -> None:
             f"the result: tessel.nn.distribute_module(torch.fx.symbolic_trace(model), P_x); the "
             f"same holds for torchvision's create_feature_extractor, torch.export and torch.jit"
         )
+
+
+def _keep_entrances(graph: GraphModule) -> None:
+    """Let copies of a graph have its entrances: torch makes them anew, of the graph alone."""
+    kind: Any = type(graph)  # torch makes one for each graph
+    kind.__deepcopy__, kind.__reduce__ = _copied_graph, _reduced_graph
+
+
+def _entrances(graph: GraphModule) -> dict[str, Any]:
+    return {name: each for name, each in vars(graph).items() if isinstance(each, Entrance)}
+
+
+def _copied_graph(graph: GraphModule, memo: dict[int, Any]) -> GraphModule:
+    plain: Any = super(type(graph), graph)
+    found: GraphModule = plain.__deepcopy__(memo)
+    found.__dict__.update(deepcopy(_entrances(graph), memo))
+    _keep_entrances(found)
+    return found
+
+
+def _reduced_graph(graph: GraphModule) -> tuple[Any, ...]:
+    reduced: Any = super(type(graph), graph).__reduce__()
+    make, (body, imports) = reduced
+    entrances = _entrances(graph)
+    body = {name: value for name, value in body.items() if name not in entrances}
+    return _made_graph, (make, body, imports), entrances  # these last, since they refer to it
+
+
+def _made_graph(make: Callable[..., GraphModule], body: dict[str, Any], imports: str) -> Any:
+    found = make(body, imports)
+    _keep_entrances(found)
+    return found
 
 
 @kept_in_job
