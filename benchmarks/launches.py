@@ -10,7 +10,7 @@ counts are real, the times are not, unless CUDA's Multi-Process Service lets ker
 processes run at once (`nvidia-cuda-mps-control -d`).
 
 Where there is no GPU, what Python does is measured on the CPU, with images that are divided and
-narrow models, so that it is most of a step: processor time without exchanges, calls of functions
+narrow models, so that it is most of a step: processor time, also of waits for others, calls of functions
 in Python and in C, and steps of Python's interpreter.
 
     python benchmarks/launches.py [--workers 2] [--names] [--host] [--divide 8]
@@ -37,7 +37,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import tessel
 from tessel.transport import Group
-from tessel.transport.host import Host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
 import models  # (the same models as in the tests)
@@ -210,25 +209,11 @@ def on_processor(name: str, alone: bool, divisor: int) -> dict[str, float]:
     sys.settrace(note)
     step()
     sys.settrace(None)
-    inside = [0.0]
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                inside[0] += time.thread_time() - begin
-
-        return call
-
-    for each in ("follow", "share", "start", "finish", "wait"):  # messages, and waits for them
-        setattr(Host, each, timed(getattr(Host, each)))
     seconds = []
     for _ in range(60):
-        begin, inside[0] = time.thread_time(), 0.0
+        begin = time.thread_time()
         step()
-        seconds.append(time.thread_time() - begin - inside[0])
+        seconds.append(time.thread_time() - begin)
     return {
         "processor ms": 1e3 * min(seconds),
         "Python calls": counted["call"],
