@@ -10,8 +10,8 @@ counts are real, the times are not, unless CUDA's Multi-Process Service lets ker
 processes run at once (`nvidia-cuda-mps-control -d`).
 
 Where there is no GPU, what Python does is measured on the CPU, with images that are divided and
-narrow models, so that it is most of a step: processor time, also of waits for others, calls of functions
-in Python and in C, and steps of Python's interpreter.
+narrow models, so that it is most of a step: processor time, also of waits for others,
+calls of functions in Python and in C, and steps of Python's interpreter.
 
     python benchmarks/launches.py [--workers 2] [--names] [--host] [--divide 8]
 """
