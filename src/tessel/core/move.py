@@ -398,10 +398,13 @@ class Stage:
 
     def _joined(self, x: Tensor, dim: int, row: Sequence[tuple[int, int]]) -> Tensor:
         """The output on a GPU, where each copy is a launch: all that comes in one kernel."""
-        incoming = [piece for piece, _ in self._incoming(False)]
-        places = [ReceiveBuffer(piece.peer, x.new_empty(piece.shape)) for piece in incoming]
-        came = self.group.bring(self._sends(x), places, x.device)
-        shape = self.plan.target_shape
+        sends, shape = self._sends(x), self.plan.target_shape
+        there = {each.worker: each.tensor for each in sends if each.worker == self._worker}
+        places = [
+            ReceiveBuffer(peer, there[peer] if peer in there else x.new_empty(lengths))
+            for peer, lengths in self._arrivals
+        ]
+        came = self.group.bring(sends, places, x.device)
         before, after = prod(shape[:dim]), prod(shape[dim + 1 :])
         # Torch joins tensors of more than four dimensions one by one.
         parts = [
@@ -411,6 +414,15 @@ class Stage:
             for number, zeros in row
         ]
         return torch.cat(parts, 1).view(shape)
+
+    @cached_property
+    def _worker(self) -> int:
+        return transport.this_worker()
+
+    @cached_property
+    def _arrivals(self) -> list[tuple[int, Shape]]:
+        """From whom something comes, in order, and of what shape; what is kept is among it."""
+        return [(piece.peer, piece.shape) for piece, _ in self._incoming(False)]
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need; the result puts what arrives into its place."""

@@ -26,7 +26,12 @@ from tessel.transport.host import USUAL_LIMIT, Host
 from tessel.transport.links import MOST_HOSTS, Links
 from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
-from tessel.transport.world import is_distributed, num_workers, this_worker
+from tessel.transport.world import (
+    CAN_BE_DISTRIBUTED,
+    is_distributed,
+    num_workers,
+    this_worker,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 TRANSPORTS = ("auto", "shared", "gloo", "mpi")
@@ -100,6 +105,8 @@ def shares_memory() -> bool:
 
 class Tagged:  # a generator would take 2 µs more in each backward pass
     """Let messages carry the number of a call: they wait for those of the same call only."""
+
+    __slots__ = ("_before", "_call", "_own")
 
     def __init__(self, call: int) -> None:
         self._own, self._call = _job().membership.own, call
@@ -430,7 +437,7 @@ _current: _Job | None = None
 def _job() -> _Job:
     """The job of this process; a new one when `torch.distributed` was started anew."""
     global _current
-    default = dist.group.WORLD if is_distributed() else None
+    default = dist.group.WORLD if CAN_BE_DISTRIBUTED else None
     if _current is None or _current.default is not default:
         if _current is not None:
             _current.end()  # else its group lives on in cycles, and threads that wake up with it
