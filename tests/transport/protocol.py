@@ -10,7 +10,8 @@ or that a worker is gone: a wakeup that gets lost is a deadlock here, where in l
 
 What the steps stand for. The engine does the same in C, names in brackets.
 
-    BEGIN     Group.attempt, Group.follow: raise if there is an alarm, else begin the next call
+    BEGIN     Group.attempt, Group.follow [py_again]: raise if there is an alarm, else begin the
+              next call
     DRAIN     Outgoing._look_for_free [note_emptied]: lower `emptied`, put slots on the free stack
     WRITE     Outgoing._next_slot and Message.write [give]: fill the slot that was freed last
     NAME      slot.header[...] = ... [give]: the slot, and the number of the call, in a header
@@ -24,8 +25,8 @@ What the steps stand for. The engine does the same in C, names in brackets.
     LOWER     [let_go: sem_trywait(filled), after the copy]; not in Python
     RETURN    Incoming.pull, emptied.post() [let_go]: the slot is free again
     CHECK_, NOTIFY_   the same as above, for the sender who may wait for room
-    DECIDE    Host.wait: all is done, and there is no alarm (Group.attempt, Group.follow); or
-              something moved, or it is time for a pause
+    DECIDE    Host.wait: all is done, and there is no alarm (Group.attempt, follow [py_again]);
+              or something moved, or it is time for a pause
     SLEEPY    Wakeup.set_asleep(True) [pause_once]: say that this worker is about to sleep
     FENCE     its `post` and `try_wait` [__atomic_thread_fence]: the store leaves the processor
     SLEEP     Wakeup.wait [sleep_until]; then another look

@@ -120,14 +120,14 @@ def movements(count: int, seed: int, compare: bool = True) -> list[str]:
     """Carry out random movements, some of which begin before others; what was wrong with them."""
     rng, wrong = random.Random(seed), []
     pending: list[Callable[[], None]] = []
-    layouts: list[tuple[tuple[int, ...], Layout, Layout]] = []
+    moves: list[Move] = []
     for number in range(count):
-        if number % 20 == 0 or not layouts:  # groups and plans cost more than movements
+        if number % 20 == 0 or not moves:  # groups and plans cost more than movements
             shape = draw_shape(rng, LARGE if rng.random() < 0.05 else SMALL)
-            layouts.append((shape, draw_layout(rng, shape), draw_layout(rng, shape)))
-            layouts = layouts[-50:]
-        shape, source, target = rng.choice(layouts)
-        move = Move(source, target)
+            moves.append(Move(draw_layout(rng, shape), draw_layout(rng, shape)))
+            moves = moves[-50:]
+        move = rng.choice(moves)  # which most repeat
+        source, shape = move.domain, move.domain.shape
         dtype = rng.choice(DTYPES if source.owns_once else DTYPES[:-1])
         values = draw_values(rng, shape, dtype)
         is_early, next_first = rng.random() < EARLY, rng.random() < 0.5

@@ -953,10 +953,9 @@ static PyObject *py_ask(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOOOOOOO:ask", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
                           &given[5], &given[6]))
         return NULL;
-    if (capsule == Py_None) Py_RETURN_FALSE;
     const struct table *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    if (!table) return NULL;
-    if (table->major != 1 || !table->show) Py_RETURN_FALSE;
+    if (!table) PyErr_Clear(); /* this version of torch has none, or another one */
+    if (!table || table->major != 1 || !table->show) Py_RETURN_FALSE;
     for (int i = 0; i < NUM_ASKED; i++) {
         Py_XDECREF(asked[i]);
         asked[i] = Py_NewRef(given[i]);
