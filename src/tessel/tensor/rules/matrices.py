@@ -46,7 +46,7 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         of_cuts(there.partition, shape, (*there.cuts[:last], *map(Cut.whole, shape[last:])))
         for shape in (tuple(each.shape) for each in members)
     ]
-    if part.numel():
+    if part.numel() or 0 in layout.shape[last:]:  # matrices without entries have determinants, too
         result = func(part, *args[1:], **kwargs)
     else:  # not all functions have derivatives for no matrices
         found = [
