@@ -339,6 +339,8 @@ def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         # as rows that end with zeros, so that samples can be split
         rows = targets.split(lengths[1].tolist())
         targets = torch.nn.utils.rnn.pad_sequence(list(rows), True)
+    if not held_layouts(x, targets):  # but lengths are, of which all workers have all now
+        x = as_spread(x, next(spread_among(args, kwargs))._layout.partition)
     _check_times(given["blank"], x, targets, *lengths)
     settings = {key: given[key] for key in ("blank", "zero_infinity")} | {"reduction": "none"}
     operands = x, targets, *lengths
@@ -498,10 +500,13 @@ def of_rows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     least = -1 if name == "multilabel_margin_loss" else 0
     if holds_anywhere((target < least) | (target >= x.shape[-1])):
         raise RuntimeError(f"{name}: target out of range, of {x.shape[-1]} classes")
+    if not held_layouts(x, target):  # but a weight is
+        x = as_spread(x, weight._layout.partition)
+    # the target of one sample is a number, or a row of one
+    target = target if least else target.reshape(x.shape[:-1])
     operands = [x, target] if weight is None else [x, target, whole_of(weight)]
     row = "n" * (x.dim() - 1)
-    labels = row + "c" if least else "n" * target.dim()
-    letters = (row + "c", labels, "c")[: len(operands)]
+    letters = (row + "c", row + "c" if least else row, "c")[: len(operands)]
 
     def compute(x: torch.Tensor, y: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         weights = {"weight": rest[0]} if rest else {}
