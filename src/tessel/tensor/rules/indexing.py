@@ -754,6 +754,7 @@ def take_along_dim(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
     if dim is None:
         return x.reshape(-1).gather(0, index.reshape(-1))
     (dim,) = dims_of(dim, x._layout)
+    index = torch.where(index < 0, index + x.shape[dim], index)  # from the end, unlike `gather`
     # along the dimension both keep their lengths, else they have those of both
     rest = [[1 if d == dim else n for d, n in enumerate(each.shape)] for each in (x, index)]
     lengths = list(torch.broadcast_shapes(*rest))
