@@ -24,6 +24,12 @@ def targets(x: Tensor) -> Tensor:
     return (x.detach().abs() * 7).long() % 3
 
 
+def written(x: Tensor, key: Any, value: Tensor) -> Tensor:
+    y = x + 0
+    y[key] = value
+    return y
+
+
 CASES: dict[str, Rare] = {
     # torch's derivative refuses strides that the gradient of an empty part may have
     "view_as_real": (
@@ -43,7 +49,30 @@ CASES: dict[str, Rare] = {
         ((5, 2), ()),
         {0: 0},
     ),
+    # numbers are taken first: the result is (rows, index), not (index, rows) as in NumPy
+    "a number, rows and an index": (
+        lambda x, y: written(x, (0, slice(None), torch.tensor([2, 0, 1])), y),
+        ((2, 3, 3), (3, 3)),
+        {0: 1},
+    ),
+    "a number, rows and a square index": (
+        lambda x, y: written(x, (0, slice(None), torch.tensor([[0, 1], [1, 0]])), y),
+        ((2, 3, 2), (3, 2, 2)),
+        {0: 1},
+    ),
+    "prelu of a number": (F.prelu, ((), (1,)), {1: 0}),
+    "products of whole numbers": (
+        lambda x, y: torch.addmv(targets(x), targets(y), targets(x), beta=0.4, alpha=1.6),
+        ((4,), (4, 4)),
+        {1: 0},
+    ),
+    "covariances of whole numbers": (lambda x: torch.cov(targets(x)), ((2, 6),), {0: 1}),
     "determinants of no entries": (torch.linalg.slogdet, ((3, 0, 0),), {0: 0}),
+    "tolerances": (
+        lambda x, y: torch.linalg.pinv(x, rtol=y.detach().abs() / 1e6),
+        ((3, 2, 2), (3,)),
+        {0: 0},
+    ),
     "one variance": (torch.cov, ((1, 6),), {0: 1}),
     "one correlation": (torch.corrcoef, ((1, 6),), {0: 1}),
     "multi_margin_loss of one sample": (
@@ -112,6 +141,19 @@ def check_rare_calls() -> list[str]:
 def test_rare_calls(run: Run, nprocs: int) -> None:
     for wrong in run(check_rare_calls, nprocs=nprocs):
         assert not wrong, "\n".join(wrong)
+
+
+def check_longer_operands() -> None:
+    x = tessel.spread(values((4, 1), 3), partition([3, 1]))
+    for y in (values((4, 5), 4), tessel.spread(values((4, 5), 4), partition([3, 1]))):
+        for call in (lambda: x.sub_(y), lambda: x.clamp_(min=y), lambda: x.copy_(y)):
+            with pytest.raises(RuntimeError, match=r"shape \[4, 1\] doesn't match .* \[4, 5\]"):
+                call()
+    assert torch.equal(x.full(), values((4, 1), 3))
+
+
+def test_no_operand_makes_a_tensor_longer(run: Run) -> None:
+    run(check_longer_operands, nprocs=3)
 
 
 def check_negative_eps() -> None:

@@ -193,6 +193,7 @@ def cov(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if given.get("fweights") is not None or given.get("aweights") is not None:
         raise unsupported(name, "weights are not supported", x._layout)
     func(x._part.new_empty([1] * x.dim()))  # torch's own errors
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     rows = x.reshape(1, -1) if x.dim() < 2 else x
     offsets = rows - rows.mean(1, True)
     conjugate = offsets.conj() if x.is_complex() else offsets

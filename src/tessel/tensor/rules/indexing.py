@@ -570,13 +570,14 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
         else each
         for dim, each in enumerate(items)
     )
-    # numbers beside tensors of indices are such tensors, too
-    picked = [dim for dim, each in enumerate(items) if not isinstance(each, tuple)]
+    # Torch takes what is at numbers first: tensors before and behind one are neighbours.
+    left = [each for each in items if not isinstance(each, int)]
+    picked = [k for k, each in enumerate(left) if isinstance(each, torch.Tensor)]
     shape = torch.broadcast_shapes(*(e.shape for e in items if isinstance(e, torch.Tensor)))
     kept = [
         (len(range(*each)), Cut.whole(len(range(*each))) if dim in named else there.cuts[dim])
         for dim, each in enumerate(items)
-        if dim not in picked
+        if isinstance(each, tuple)
     ]
     neighbours = picked == list(range(picked[0], picked[-1] + 1))
     at = picked[0] if neighbours else 0

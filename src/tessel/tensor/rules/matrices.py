@@ -22,6 +22,7 @@ from tessel.tensor.table import (
     of_cuts,
     outlines,
     rule,
+    tensors,
     unsupported,
 )
 
@@ -37,6 +38,8 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     last = len(layout.shape) - 2
     if last < 1 and not is_whole(layout):
         raise unsupported(name, "it has no rule for tensors that are split", layout)
+    if [*tensors(args[1:], kwargs)]:  # of a number for each matrix others would need other parts
+        raise unsupported(name, "tolerances that are tensors are not supported", layout)
     whole = outlines(func, args, kwargs)  # torch's own error
     there = hosted(layout, (last, last + 1))
     part = moved(x, there)
