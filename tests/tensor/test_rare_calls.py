@@ -67,6 +67,22 @@ CASES: dict[str, Rare] = {
         {1: 0},
     ),
     "covariances of whole numbers": (lambda x: torch.cov(targets(x)), ((2, 6),), {0: 1}),
+    "angles to what is broadcast": (
+        lambda x, y: F.cosine_similarity(x, y, -2),
+        ((1, 2, 3), (2, 1, 3)),
+        {0: 1, 1: 2},
+    ),
+    # its result does not depend on q, of which torch's own gradient is None
+    "quantiles between two": (
+        lambda x, q: x.quantile(q.sigmoid(), 1, interpolation="midpoint") + 0 * q.sum(),
+        ((2, 5), (3,)),
+        {0: 0},
+    ),
+    "cross_entropy with a spread weight": (
+        lambda x, y, w: F.cross_entropy(x, y.softmax(1), w),
+        ((2, 3), (2, 3), (3,)),
+        {2: 0},
+    ),
     "determinants of no entries": (torch.linalg.slogdet, ((3, 0, 0),), {0: 0}),
     "tolerances": (
         lambda x, y: torch.linalg.pinv(x, rtol=y.detach().abs() / 1e6),
@@ -154,6 +170,20 @@ def check_longer_operands() -> None:
 
 def test_no_operand_makes_a_tensor_longer(run: Run) -> None:
     run(check_longer_operands, nprocs=3)
+
+
+def check_no_derivative() -> None:
+    x = tessel.spread(values((2, 3), 3), partition([3, 1]))  # nothing of it on the last worker
+    w = values((3,), 4).requires_grad_()
+    with pytest.raises(RuntimeError, match="'weight' is not implemented"):
+        F.multi_margin_loss(x, torch.tensor([0, 2]), weight=w)
+    for train in (False, True):
+        with pytest.raises(RuntimeError, match="not differentiable with respect to running"):
+            F.batch_norm(x, w, w, training=train)
+
+
+def test_what_has_no_derivative_raises_everywhere(run: Run) -> None:
+    run(check_no_derivative, nprocs=3)
 
 
 def check_negative_eps() -> None:

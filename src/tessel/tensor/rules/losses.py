@@ -394,12 +394,13 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     classes. Classes that are split are gathered if they are few; else they stay where they are.
     """
     given = arguments_of(name, func, args, kwargs)
+    first = next(spread_among(*(given[key] for key in ("input", "target", "weight"))))
     given["weight"] = weight = whole_of(given["weight"])
     dim = 0 if given["input"].dim() == 1 else 1
     dtype = loss_dtype(func, kinds_of(given), torch.is_autocast_enabled(given["input"].device.type))
     reduction = _reduction_of(given)
     target = given.pop("target")
-    x = _beside(given.pop("input"), target, dim)
+    x = _beside(as_spread(given.pop("input"), first._layout.partition), target, dim)
     layout = x._layout
     is_probable = name == "cross_entropy" and x.shape == target.shape
     if not is_probable:
@@ -477,9 +478,8 @@ def _of_split_scores(
     return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
 
 
-def _beside(x: torch.Tensor, target: torch.Tensor, dim: int) -> Tensor:
-    """The input as a spread tensor; one that all workers have whole lies as the target does."""
-    x = as_spread(x, next(spread_among(x, target))._layout.partition)
+def _beside(x: Tensor, target: torch.Tensor, dim: int) -> Tensor:
+    """The input; one that all workers have whole lies as the target does."""
     if not isinstance(target, Tensor) or not is_whole(x._layout) or is_whole(target._layout):
         return x
     if target.dim() == x.dim():
@@ -504,6 +504,8 @@ def of_rows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         x = as_spread(x, weight._layout.partition)
     # the target of one sample is a number, or a row of one
     target = target if least else target.reshape(x.shape[:-1])
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("the derivative for 'weight' is not implemented")  # as torch does
     operands = [x, target] if weight is None else [x, target, whole_of(weight)]
     row = "n" * (x.dim() - 1)
     letters = (row + "c", row + "c" if least else row, "c")[: len(operands)]

@@ -36,6 +36,7 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     rule,
+    tensors,
     whole_part,
     widened,
 )
@@ -265,6 +266,8 @@ class Norm:
                 "running statistics that are split cannot be changed in place; every worker needs "
                 "all of them, as plain tensors"
             )
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors(running)):
+            raise RuntimeError(f"{name} is not differentiable with respect to running statistics")
         given = {key: whole_part(each, layout) for key, each in given.items()}
         norm = cls(getattr(F, name), given, part, layout, dims)
         if not _is_alone(layout):

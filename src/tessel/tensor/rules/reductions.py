@@ -546,6 +546,8 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         first = Cut.whole(len(q))
         target = replace(target, shape=(len(q), *target.shape), cuts=(first, *target.cuts))
     part = moved(x, there)
+    if settings.get("interpolation", "linear") != "linear" and isinstance(q, torch.Tensor):
+        q = q.detach()  # the result does not depend on it, also where there are no rows
     # each worker uses q for its own rows: its gradient is the sum of theirs
     q = used(q, there) if isinstance(q, torch.Tensor) else q
     if 0 in part.shape and 0 not in there.shape:  # torch refuses it
