@@ -83,6 +83,11 @@ CASES: dict[str, Rare] = {
         ((2, 3), (2, 3), (3,)),
         {2: 0},
     ),
+    "one group of one sample": (
+        lambda x, w: F.group_norm(x, 1, w),  # of which some workers have one place
+        ((1, 4, 4), (4,)),
+        {0: 2},
+    ),
     "determinants of no entries": (torch.linalg.slogdet, ((3, 0, 0),), {0: 0}),
     "tolerances": (
         lambda x, y: torch.linalg.pinv(x, rtol=y.detach().abs() / 1e6),
@@ -184,6 +189,42 @@ def check_no_derivative() -> None:
 
 def test_what_has_no_derivative_raises_everywhere(run: Run) -> None:
     run(check_no_derivative, nprocs=3)
+
+
+def check_torch_func() -> list[str]:
+    """A spread tensor by which a transform derives, beside others by which it does not."""
+    verdict, workers = Verdict(), tessel.world().size
+    x, m, t = values((4, 6), 3), values((4, 6), 4), torch.tensor([1, 5, 0, 3])
+    functions: dict[str, Callable[..., Tensor]] = {
+        "cross_entropy": lambda x, m, t: F.cross_entropy(x, t, reduction="sum"),
+        "gather": lambda x, m, t: x.gather(1, t[:, None]).square().sum(),
+        "index": lambda x, m, t: x[:, t].pow(3).sum(),
+        "where": lambda x, m, t: torch.where(m > 0, x, m).square().sum(),
+        "mask": lambda x, m, t: x[m > 0].square().sum(),
+        "product": lambda x, m, t: (m.mT @ x).square().sum() + (m * x).sum().square(),
+        "cat": lambda x, m, t: torch.cat([m * 2, x]).square().sum(),
+    }
+    for split in range(2):
+        grid = partition([workers if d == split else 1 for d in range(2)])
+        spread = tessel.spread(x, grid), tessel.spread(m, grid)
+        labels = tessel.spread(t, partition([workers]))
+        for name, f in functions.items():
+            expected = torch.func.grad(lambda x, f=f: f(x, m, t))(x)
+            got = torch.func.grad(lambda x, f=f: f(x, spread[1], labels))(spread[0])
+            verdict.compare(f"{name}, {split}", got, expected)
+    loss = lambda x, y: F.mse_loss(x, y, reduction="sum")  # noqa: E731
+    one = torch.tensor(2.0, dtype=torch.float64)  # plain, as what comes of the rest of a program
+    _, pull = torch.func.vjp(loss, x, m)
+    _, pull_spread = torch.func.vjp(loss, spread[0], m)
+    for expected, got in zip(pull(one), pull_spread(one), strict=True):
+        verdict.compare("mse_loss", got, expected)
+    return verdict.wrong
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_torch_func_beside_constants(run: Run, nprocs: int) -> None:
+    for wrong in run(check_torch_func, nprocs=nprocs):
+        assert not wrong, "\n".join(wrong)
 
 
 def check_negative_eps() -> None:
