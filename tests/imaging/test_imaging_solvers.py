@@ -1010,7 +1010,9 @@ def test_files_without_names_are_no_checkpoint(tmp_path: Path) -> None:
     assert files_in(tmp_path) == written
 
 
-@pytest.mark.parametrize("name", ["iteration-00000009", "iteration-00000002", ".iteration-00000001.0"])
+@pytest.mark.parametrize(
+    "name", ["iteration-00000009", "iteration-00000002", ".iteration-00000001.0"]
+)
 def test_plain_files_are_no_checkpoints(tmp_path: Path, name: str) -> None:
     """They are not read, and what is in the way of a generation is removed."""
     (tmp_path / name).write_text("not a checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,6 +192,10 @@ def test_what_has_no_derivative_raises_everywhere(run: Run) -> None:
     run(check_no_derivative, nprocs=3)
 
 
+def beside(function: Callable[..., Tensor], constants: Any, x: Tensor) -> Tensor:
+    return function(x, *constants)
+
+
 def check_torch_func() -> list[str]:
     """A spread tensor by which a transform derives, beside others by which it does not."""
     verdict, workers = Verdict(), tessel.world().size
@@ -206,16 +211,15 @@ def check_torch_func() -> list[str]:
     }
     for split in range(2):
         grid = partition([workers if d == split else 1 for d in range(2)])
-        spread = tessel.spread(x, grid), tessel.spread(m, grid)
-        labels = tessel.spread(t, partition([workers]))
+        constants = tessel.spread(m, grid), tessel.spread(t, partition([workers]))
+        y = tessel.spread(x, grid)
         for name, f in functions.items():
-            expected = torch.func.grad(lambda x, f=f: f(x, m, t))(x)
-            got = torch.func.grad(lambda x, f=f: f(x, spread[1], labels))(spread[0])
+            expected = torch.func.grad(f)(x, m, t)
+            got = torch.func.grad(partial(beside, f, constants))(y)
             verdict.compare(f"{name}, {split}", got, expected)
-    loss = lambda x, y: F.mse_loss(x, y, reduction="sum")  # noqa: E731
     one = torch.tensor(2.0, dtype=torch.float64)  # plain, as what comes of the rest of a program
-    _, pull = torch.func.vjp(loss, x, m)
-    _, pull_spread = torch.func.vjp(loss, spread[0], m)
+    _, pull = torch.func.vjp(F.mse_loss, x, m)
+    _, pull_spread = torch.func.vjp(F.mse_loss, y, m)
     for expected, got in zip(pull(one), pull_spread(one), strict=True):
         verdict.compare("mse_loss", got, expected)
     return verdict.wrong
@@ -234,7 +238,7 @@ def check_negative_eps() -> None:
         lambda: F.rms_norm(x[:, :2], (2, 4), eps=-0.5),
         lambda: F.group_norm(x, 2, eps=-0.5),
     ):
-        with pytest.raises(ValueError, match="eps must not be negative, got -0.5"):
+        with pytest.raises(ValueError, match="eps must not be negative"):
             call()
 
 

@@ -72,7 +72,9 @@ from tessel.tensor.tensor import Tensor, converters, move
 
 def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call a torch function on spread tensors by its rule."""
-    if torch._C._are_functorch_transforms_active() and any(map(_holds_spread, tensors(args, kwargs))):
+    if torch._C._are_functorch_transforms_active() and any(
+        map(_holds_spread, tensors(args, kwargs))
+    ):
         # Beside one that a transform of torch.func has wrapped, and that is no plain tensor: torch
         # takes it out, and asks `below`, as it does where there is no other.
         args, kwargs = mapped(_constant, args), mapped(_constant, kwargs)

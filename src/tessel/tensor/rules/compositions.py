@@ -310,10 +310,10 @@ def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) 
 @rule("max_unpool1d", "max_unpool2d", "max_unpool3d")
 def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values go to places anywhere in an image, which is whole for that; others need not be."""
-    names = ("kernel_size", "stride", "padding", "output_size")
+    names = ["kernel_size", "stride", "padding", "output_size"]
     if func is not getattr(F, name):  # torch's own, which that calls with a plain input
-        names = ("output_size", "stride", "padding")
-    given = named(args, kwargs, **dict.fromkeys(("indices", *names)))
+        names = ["output_size", "stride", "padding"]
+    given = named(args, kwargs, **dict.fromkeys(["indices", *names]))
     x, indices, D = args[0], given.pop("indices"), int(name[-2])
     layout = x._layout
     space = tuple(range(len(layout.shape) - D, len(layout.shape)))

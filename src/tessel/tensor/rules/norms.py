@@ -399,7 +399,9 @@ def _check(
         with torch.no_grad():
             getattr(F, name)(torch.ones(lengths, dtype=dtype, device=where), **given)
     if (given["eps"] or 0) < 0:  # which the kernel that all of them end in refuses
-        raise ValueError(f"{name} over several workers: eps must not be negative, got {given['eps']}")
+        raise ValueError(
+            f"{name} over several workers: eps must not be negative, got {given['eps']}"
+        )
     if not dtype.is_floating_point:
         raise NotImplementedError(
             f"{name} over several workers takes real numbers, got {dtype}; "
