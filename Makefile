@@ -32,7 +32,7 @@ bench: $(READY)
 	PYTHON=$(PYTHON) benchmarks/setup_peers.sh
 	$(BIN)/tessel bench $(CLAIMS)
 
-$(READY): pyproject.toml setup.py constraints.txt src/tessel/transport/engine.c src/tessel/transport/constants.py tools/mend_torchvision.py
+$(READY): pyproject.toml setup.py constraints.txt src/tessel/transport/engine.c src/tessel/transport/constants.py src/tessel/tensor/loops.c src/tessel/tensor/moments.h tools/mend_torchvision.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[viz,test,lint]'
 	$(BIN)/python tools/mend_torchvision.py # deepinv needs torchvision, whose wheels need CUDA's torch

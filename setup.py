@@ -1,12 +1,14 @@
-"""The compiled part: optional, so that Tessel installs where there is no compiler, too."""
+"""The compiled parts: optional, so that Tessel installs where there is no compiler, too."""
 
 import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-TRANSPORT = Path("src/tessel/transport")
+TRANSPORT, TENSOR = Path("src/tessel/transport"), Path("src/tessel/tensor")
 HEADERS = Path("build/headers")
+# a loop over a few instructions that crosses a cache line is an eighth slower
+OPTIONS = ["-O3", "-std=gnu11", "-fno-strict-aliasing", "-Wall", "-falign-loops=32"]
 
 
 def write_header() -> None:
@@ -25,13 +27,18 @@ setup(
             [str(TRANSPORT / "engine.c")],
             include_dirs=[str(HEADERS)],
             depends=[str(TRANSPORT / "constants.py")],
-            # a loop over a few instructions that crosses a cache line is an eighth slower
-            extra_compile_args=[
-                *("-O3", "-std=gnu11", "-fno-strict-aliasing", "-Wall", "-falign-loops=32"),
-            ],
+            extra_compile_args=OPTIONS,
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension(
+            "tessel.tensor.loops",
+            [str(TENSOR / "loops.c")],
+            depends=[str(TENSOR / "moments.h")],
+            extra_compile_args=OPTIONS,
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

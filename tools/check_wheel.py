@@ -1,7 +1,8 @@
 """Prove an installed Tessel: two workers compute what one process computes.
 
-`python tools/check_wheel.py --compiled` fails where the wheel has no engine, as builders of wheels
-want it; without the option both kinds pass. Run it outside of the source tree, or it proves that.
+`python tools/check_wheel.py --compiled` fails where a compiled part is missing, as builders of
+wheels want it; without the option both kinds pass. Run it outside of the source tree, or it proves
+that.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ def mean_gradient(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    compiled = importlib.util.find_spec("tessel.transport.engine") is not None
+    parts = ("tessel.transport.engine", "tessel.tensor.loops")
+    compiled = all(map(importlib.util.find_spec, parts))
     print(f"tessel {tessel.__version__} in {tessel.__file__}, {'' if compiled else 'not '}compiled")
     if "--compiled" in sys.argv[1:] and not compiled:
-        raise SystemExit("the engine is missing: its compiler failed, see the log of the build")
+        raise SystemExit("a part is missing: its compiler failed, see the log of the build")
     x = torch.arange(42, dtype=torch.float64).reshape(1, 1, 7, 6).sin()
     (alone,), several = tessel.launch(mean_gradient, 1, x), tessel.launch(mean_gradient, 2, x)
     for found in several:
