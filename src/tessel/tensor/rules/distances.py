@@ -25,7 +25,10 @@ def cosine_similarity(name: str, func: Any, args: Arguments, kwargs: Settings) -
 
 
 def _unit(x: torch.Tensor, dim: int, size: int, eps: float) -> torch.Tensor:
-    """Vectors of `size` numbers and of length one. Torch bounds their lengths from below behind autograd's back."""
+    """Vectors of `size` numbers, of length one.
+
+    Torch bounds their lengths from below behind autograd's back.
+    """
     if x.dim() < -dim:
         x = x.reshape(*[1] * (-dim - x.dim()), *x.shape)
     if x.shape[dim] != size:  # one number that is broadcast counts as often as it is there
