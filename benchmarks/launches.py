@@ -9,6 +9,10 @@ there are fewer GPUs than workers, each worker counts as a host of its own and t
 counts are real, the times are not, unless CUDA's Multi-Process Service lets kernels of several
 processes run at once (`nvidia-cuda-mps-control -d`).
 
+Where there is no GPU, what Python does is measured on the CPU, with images that are divided and
+narrow models, so that it is most of a step: processor time without exchanges, calls of functions
+in Python and in C, and steps of Python's interpreter.
+
     python benchmarks/launches.py [--workers 2] [--names] [--host] [--divide 8]
 """
 
@@ -33,6 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tessel
 from tessel.transport import Group
+from tessel.transport.host import Host
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
 import models  # (the same models as in the tests)
@@ -48,11 +53,18 @@ KINDS = {
 }
 COLUMNS = (*KINDS, "NCCL", "host ms", "of it others", "compiled ms", "graphed ms", "captured ms")
 LIMIT = 300.0  # seconds for one job
+NARROW: dict[str, tuple[int, ...]] = {"ResNet18": (4, 10), "UNet": (3, 2)}  # for a CPU
 
 
-def step_of(name: str, alone: bool, divisor: int = 1, way: str = "eager") -> Callable[[], None]:
+def step_of(
+    name: str, alone: bool, divisor: int = 1, way: str = "eager", device: str = "cuda"
+) -> Callable[[], None]:
     """A training step of torch's own model, or of this worker's part."""
     kind, arguments, shape = MODELS[name]
+    if device == "cpu":
+        arguments = NARROW[kind]
+        # a part alone is as large as that of a worker among two
+        shape = (*shape[:2], shape[2] // 2, *shape[3:]) if alone else shape
     shape = (*shape[:2], *(length // divisor for length in shape[2:]))
     torch.manual_seed(0)
     model, x = getattr(models, kind)(*arguments), torch.randn(shape)
@@ -62,7 +74,7 @@ def step_of(name: str, alone: bool, divisor: int = 1, way: str = "eager") -> Cal
         )
         model = tessel.nn.distribute_module(model, P)
         x = tessel.Layout.balanced(P, shape).local_part(x).clone()
-    model, x = model.cuda(), x.cuda()
+    model, x = model.to(device), x.to(device)
     if way == "compiled":
         model.compile()
     elif way == "graphed":
@@ -179,6 +191,52 @@ def _ends(recorded: Any) -> int:
     return sum(e.name in waits and e.time_range.start > last for e in recorded.events())
 
 
+def on_processor(name: str, alone: bool, divisor: int) -> dict[str, float]:
+    """What Python does in one step on a CPU."""
+    torch.set_num_threads(1)
+    step = step_of(name, alone, divisor, device="cpu")
+    for _ in range(6):
+        step()
+    counted: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, arg: counted.update([event]))
+    step()
+    sys.setprofile(None)
+
+    def note(frame: Any, event: str, arg: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        counted[event] += event == "opcode"
+        return note
+
+    sys.settrace(note)
+    step()
+    sys.settrace(None)
+    inside = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside[0] += time.thread_time() - begin
+
+        return call
+
+    for each in ("follow", "share", "start", "finish", "wait"):  # messages, and waits for them
+        setattr(Host, each, timed(getattr(Host, each)))
+    seconds = []
+    for _ in range(60):
+        begin, inside[0] = time.thread_time(), 0.0
+        step()
+        seconds.append(time.thread_time() - begin - inside[0])
+    return {
+        "processor ms": 1e3 * min(seconds),
+        "Python calls": counted["call"],
+        "C calls": counted["c_call"],
+        "interpreter steps": counted["opcode"],
+    }
+
+
 def on_worker(
     name: str, alone: bool, divisor: int = 1
 ) -> tuple[dict[str, float], Counter[str], str]:
@@ -199,7 +257,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        print("launches: needs a GPU")
+        for name in (each for each in MODELS if given.only in each):
+            for text, alone in (("torch", True), ("Tessel", False)):
+                divisor = given.divide if given.divide > 1 else 8
+                found = tessel.launch(on_processor, 2, name, alone, divisor, timeout=LIMIT)[0]
+                numbers = ", ".join(f"{value:.6g} {kind}" for kind, value in found.items())
+                print(f"{name}, {text} on a CPU: {numbers}")
         return 0
     backend = "cpu:gloo,cuda:nccl"
     for name in (each for each in MODELS if given.only in each):

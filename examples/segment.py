@@ -40,7 +40,7 @@ class Settings:
     """What is trained, and on what.
 
     Attributes:
-        size: height, width and depth of a volume that is made: multiples of 32.
+        size: height, width and depth of a volume that is made: multiples of 32, one 64 or more.
         steps: of training, all on the one volume.
         width: features of a voxel.
         rate: of learning.
@@ -202,7 +202,7 @@ def report(parts: Trained, whole: Trained | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--size", type=int, nargs=3, default=Settings.size, help="multiples of 32, of a made volume"
+        "--size", type=int, nargs=3, default=Settings.size, help="multiples of 32, one 64 or more"
     )
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--width", type=int, default=Settings.width, help="features of a voxel")

@@ -52,6 +52,7 @@ def autoencoder(film: bool, folder: Path | None = None) -> Any:
     if folder is not None:
         return kind.from_pretrained(folder, torch_dtype=torch.float64).eval()
     torch.manual_seed(0)  # all workers make the same one
+    made: Any
     if film:
         made = AutoencoderKLWan(
             base_dim=8,

@@ -145,6 +145,11 @@ def check_compiled_inside() -> None:
 
 def check_traced() -> None:
     same(Net(), converted(torch.fx.symbolic_trace(Net())))
+    # torch makes copies of a graph anew, of its code: these are converted, too
+    row = nn.Sequential(LeavesOnly().conv, nn.Softmax(2))  # torch cannot pickle annotated arguments
+    again = copy.deepcopy(converted(torch.fx.symbolic_trace(copy.deepcopy(row))))
+    for each in (copy.deepcopy(again), pickle.loads(pickle.dumps(again))):
+        same(copy.deepcopy(row), each)
 
 
 class LeavesOnly(nn.Module):

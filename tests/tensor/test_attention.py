@@ -207,6 +207,23 @@ def test_drawn_calls(run: Run, nprocs: int, way: str) -> None:
     assert nprocs == 1 or went > 1
 
 
+def check_shared_heads(heads: int, groups: int, is_causal: bool) -> None:
+    partition = Partition((0, 1, 2, 3), (2, 2))
+    shapes = [(1, heads, 9, 4), *[(1, heads // groups, 9, 4)] * 2]
+    layouts = [Layout.split(partition, shape, [None, 1, 0, None]) for shape in shapes]
+    with only("ring") as chosen:
+        found = check(Case(tuple(shapes), tuple(layouts), is_causal=is_causal, groups=groups))
+    assert chosen == ["ring"] and not found, found
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (6, 2)])
+def test_workers_with_heads_of_one_group_each_have_its_keys(
+    run: Run, heads: int, groups: int, is_causal: bool
+) -> None:
+    run(check_shared_heads, heads, groups, is_causal, nprocs=4)
+
+
 # -- memory and messages --------------------------------------------------------------------------
 
 

@@ -236,6 +236,11 @@ def on_devices(path: str) -> tuple[int, int]:
         total = torch.full((6,), 1.0 + rank)
         group.all_reduce(total)()
         assert total.tolist() == [6.0] * 6
+        totals = torch.full((3,), 1.0 + rank), torch.full((2, 2), 2.0 * rank)
+        group.all_reduce(*totals)()  # in one launch of NCCL
+        assert [each.unique().tolist() for each in totals] == [[6.0], [6.0]]
+        rows = group.all_gather(torch.full((2,), float(rank)), torch.full((1,), -1.0 - rank))
+        assert [each[:, 0].tolist() for each in rows] == [[0.0, 1.0, 2.0], [-1.0, -2.0, -3.0]]
         sends = [
             SendBuffer(other, torch.full((2,), float(rank))) for other in range(3) if other != rank
         ]

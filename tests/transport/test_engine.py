@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -577,7 +580,7 @@ def same_number(count: int) -> list[bool]:
     ]
     right = []
     for number in range(count):
-        with transport.tagged(1 + number):
+        with transport.Tagged(1 + number):
             parts = [source.local_part(each).clone() for each in wholes]
             early = [move.start(part) for part in parts[:3]]
             found = [move._apply(parts[3])]
@@ -590,3 +593,110 @@ def same_number(count: int) -> list[bool]:
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
 def test_exchanges_of_one_number_are_told_apart(run: Any, nprocs: int) -> None:
     assert run(same_number, 100, nprocs=nprocs) == [[True] * 100] * nprocs
+
+
+# --- exchanges that are made again
+
+
+def with_tensors_of_each_kind() -> list[str]:
+    """What lies in memory as it is, and moves without a derivative, is repeated; nothing else."""
+    P, n = tessel.world(), 16
+    whole = Layout.whole(P, (n,))
+    move, x = Move(whole, whole), torch.arange(16.0)
+    z = torch.complex(x, x + 1)
+    for known in (x, z):
+        move.apply(known)
+    again = move._again
+    assert again is not None
+
+    def repeats(given: Any) -> bool:
+        made = again(given)
+        if isinstance(made, tuple):  # a worker that came late
+            made = move.stages[-1].finish_again(given, *made)
+        assert made is None or torch.equal(made, P.size * given)
+        return made is not None
+
+    others = {
+        "conjugate": z.conj(),
+        "negative": z.conj().imag,
+        "strided": torch.arange(32.0)[::2],
+        "expanded": torch.ones(1).expand(n),
+        "shorter": torch.ones(3),
+        "of two dimensions": torch.ones(4, 4),
+        "of another dtype": x.double(),
+        "of a subclass": torch.nn.Parameter(x),
+        "that needs a gradient": x.clone().requires_grad_(),
+        "without values": x.to("meta"),
+        "that is zero": torch._efficientzerotensor(n),
+        "sparse": x.to_sparse(),
+        "not a tensor": [1.0],
+    }
+    wrong = [f"repeats what is {name}" for name, each in others.items() if repeats(each)]
+    with torch.no_grad():
+        wrong += ["not without gradients"] * (not repeats(x.clone().requires_grad_()))
+    with torch.device("meta"):
+        wrong += ["not with another default device"] * (not repeats(x))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        wrong += ["repeats in a mode"] * repeats(x)
+    with torch.autograd.forward_ad.dual_level():
+        wrong += ["repeats in forward mode"] * repeats(x)
+    torch.func.vjp(lambda value: wrong.extend(["repeats in vjp"] * repeats(value)) or value, x)
+    _, runs = counted(lambda: move.apply(x))
+    wrong += ["is not seen"] * (len(runs) != 1)
+    with count_traffic() as traffic:
+        for _ in range(3):
+            move.apply(x)
+    sent = (P.size - 1) * 3
+    if (traffic.messages, traffic.bytes_sent, traffic.bytes_received) != (sent, *[64 * sent] * 2):
+        wrong.append(str(traffic))
+    for step in range(1, 100):  # more than are remembered
+        y = torch.arange(float(n * step))[::step]
+        wrong += [f"step {step}"] * (not torch.equal(move.apply(y), P.size * y))
+    return wrong
+
+
+def test_what_is_repeated(run: Run) -> None:
+    assert run(with_tensors_of_each_kind, nprocs=2) == [[]] * 2
+
+
+def freed_and_forked() -> list[bool]:
+    """A move is freed with what it repeats; a fork cannot take part, and its worker goes on."""
+    whole = Layout.whole(tessel.world(), (8,))
+    move, x = Move(whole, whole), torch.ones(8)
+    for _ in range(2):
+        move.apply(x)
+    found = [move._again is not None, copy.deepcopy(move)._again is None]
+    pid = os.fork()
+    if not pid:
+        try:
+            move.apply(x)
+        except RuntimeError as error:
+            os._exit("forked" in str(error))
+        os._exit(2)
+    found += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1]
+    found += [bool((move.apply(x) == tessel.world().size).all())]
+    stage = weakref.ref(move.stages[-1])
+    del move
+    gc.collect()
+    return [*found, stage() is None]
+
+
+def test_what_repeats_is_freed_and_belongs_to_its_process(run: Run) -> None:
+    assert run(freed_and_forked, nprocs=2) == [[True] * 5] * 2
+
+
+def run_ahead() -> list[int]:
+    """The root of broadcasts waits in the engine for room, when it is ahead of the others."""
+    P = tessel.world()
+    move = Move(Layout.whole(P.create_partition_inclusive([0]), (8,)), Layout.whole(P, (8,)))
+    values = []
+    for number in range(60):
+        if number % 20 == 10 and P.rank:
+            time.sleep(0.01)  # longer than the engine waits: Python finishes it
+        x = torch.full((8,), float(number)) if P.rank == 0 else tessel.zero_volume_tensor()
+        values.append(int(move.apply(x)[-1]))
+    return values
+
+
+def test_a_root_that_runs_ahead(run: Run) -> None:
+    assert run(run_ahead, nprocs=2) == [list(range(60))] * 2

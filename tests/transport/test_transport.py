@@ -104,7 +104,7 @@ def overlapping(seed: int) -> int:
             ]
             places = [torch.zeros(length, dtype=torch.uint8) for _ in range(size)]
             receives = [ReceiveBuffer(other, place) for other, place in enumerate(places)]
-            with transport.tagged(number):
+            with transport.Tagged(number):
                 wait = group.exchange(sends, receives, torch.device("cpu"))
             under_way.append((wait, number, places))
         own.shuffle(under_way)
@@ -121,6 +121,22 @@ def test_exchanges_overlap_and_end_in_any_order(run: Any, nprocs: int) -> None:
     assert run(overlapping, 3, nprocs=nprocs) == [5 * 4 * nprocs] * nprocs
 
 
+def brought() -> tuple[list[int], int]:
+    """What others send and what this worker keeps, and how often the latter was written to."""
+    group, worker = tessel.world().group, transport.this_worker()
+    own = torch.full((2,), worker)
+    sends = [SendBuffer(other, own) for other in group.workers]
+    places = [own if other == worker else torch.empty_like(own) for other in group.workers]
+    takes = [ReceiveBuffer(other, place) for other, place in enumerate(places)]
+    came = group.bring(sends, takes, own.device)
+    return torch.stack(came).flatten().tolist(), own._version
+
+
+def test_what_a_worker_keeps_is_not_written_to(run: Any) -> None:
+    """A layer may have saved it for its gradient."""
+    assert run(brought, nprocs=3) == [([0, 0, 1, 1, 2, 2], 0)] * 3
+
+
 def unexpected_messages() -> list[float]:
     """Messages that come before they are asked for are kept for whoever asks later."""
     group, worker = tessel.world().group, transport.this_worker()
@@ -130,7 +146,7 @@ def unexpected_messages() -> list[float]:
     order = (7, 8) if worker == 0 else (8, 7)
     for tag in order:
         values = torch.full((3 * MIB // 4,), tag + 10.0 * worker)
-        with transport.tagged(tag):
+        with transport.Tagged(tag):
             sends = [SendBuffer(1 - worker, values)]
             waits.append(group.exchange(sends, [ReceiveBuffer(1 - worker, places[tag])], device))
             if worker == 0:
@@ -207,7 +223,7 @@ def test_sums_under_way_let_others_pass(run: Any, nprocs: int) -> None:
 
 
 def test_each_thread_tags_its_own_messages() -> None:
-    tag, begun, ended = Membership(), threading.Event(), threading.Event()
+    tag, begun, ended = Membership().own, threading.Event(), threading.Event()
 
     def work() -> None:
         assert tag.tag == 0

@@ -35,10 +35,13 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
 current_trace: ContextVar[Any] = ContextVar("current_trace", default=None)
 
 
+_is_compiling = torch.compiler.is_compiling  # every movement asks several times
+
+
 def is_compiling() -> bool:
     """Whether a compiler looks at this call, or traces it.
 
     Before 2.13, torch says so only while Dynamo reads code, not while tensors without values go
     through it.
     """
-    return torch.compiler.is_compiling() or current_trace.get() is not None
+    return _is_compiling() or current_trace.get() is not None

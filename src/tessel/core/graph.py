@@ -33,7 +33,7 @@ def _applied(x: Tensor, handle: str) -> Tensor:
     name, _, number = handle.partition("#")
     if not number:
         return object_of(name)._apply(x)
-    with transport.tagged(int(number)):
+    with transport.Tagged(int(number)):
         return object_of(name)._apply(x)
 
 

@@ -225,7 +225,8 @@ class Layout:
                 Cut(cut.axes, boxes.balanced(as_int(length), len(cut.intervals)))
                 for cut, length in zip(self.cuts, lengths, strict=True)
             )
-            self._resized[lengths] = replace(self, shape=lengths, cuts=cuts)
+            found = replace(self, shape=lengths, cuts=cuts)
+            self._resized[lengths] = self if found == self else found
         return self._resized[lengths]
 
     @cached_property

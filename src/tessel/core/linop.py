@@ -25,6 +25,7 @@ from tessel.core.graph import current_trace, outside_of_graphs, placed, settings
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Outline
+from tessel.transport import Again
 
 Agreed = tuple["LinearOperator", TensorMeta]
 Tensors = Sequence[Tensor | None]  # None is a zero that nobody computed, or left out
@@ -53,7 +54,8 @@ class LinearOperator(HasHandle):
     domain: Layout
     codomain: Layout
     _group: transport.Group | None = None
-    _derived = HasHandle._derived | {"_group"}
+    _again: Again | None = None  # makes what was made before once more, in one call of the engine
+    _derived = HasHandle._derived | {"_group", "_again"}
 
     def _apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must implement `_apply`")
@@ -672,7 +674,7 @@ class _Apply(torch.autograd.Function):
             return record(ctx.operator.H, grad, anchor=anchor), None, None
         grad = _values_of(grad)
         # Backward passes are not agreed on: that of another call must not answer this one.
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             return record(ctx.operator.H, grad, anchor=anchor), None, None
 
 
@@ -719,7 +721,7 @@ class _ApplyProduct(_ApplyAnyMode):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         token, *kept = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             x, *factors = ctx.product.vjp(_values_of(grad), anchor, ctx.needs_input_grad, *kept)
         return x, None, None, *factors
 
@@ -744,7 +746,7 @@ class _ApplySeveral(_ApplyAnyMode):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             found = record_several(ctx.operator.H, tuple(map(_values_of, grads[:-1])), anchor)
         needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
@@ -770,7 +772,7 @@ class _ApplyMap(_ApplyAnyMode):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, n = ctx.saved_tensors, ctx.num_inputs
-        with transport.tagged(ctx.call):
+        with transport.Tagged(ctx.call):
             found = ctx.function.vjp(
                 [_values_of(grad) for grad in grads], ctx.needs_input_grad[1:], kept[:n], kept[n:]
             )

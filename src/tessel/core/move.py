@@ -24,6 +24,7 @@ from tessel.core.plan import Piece, Plan
 from tessel.transport import (
     NOTHING,
     UNREAD,
+    Again,
     CopyProgram,
     Place,
     ReceiveBuffer,
@@ -31,6 +32,7 @@ from tessel.transport import (
     code_of,
     is_pinned,
     is_plain,
+    keep_unchanged,
 )
 
 # what torch does not add, or not as numbers
@@ -151,25 +153,13 @@ class Move(LinearOperator):
             if problem:
                 raise ValueError(f"{self._label} with `out`, {problem}")
             return self._apply_into(x, out)
-        needs = meta is not None and (meta.needs_grad or meta.has_tangent)
-        if not needs and not is_compiling() and type(x) is Tensor and x.is_cpu:
-            # Has the engine made the output from a tensor that lies like this? If no derivative
-            # passes, nothing of what leads to the engine has to be looked at again.
-            stages = self.__dict__.get("stages")
-            kind = x.dtype, x.shape, x.stride()
-            again = None if stages is None else stages[-1].again.get(kind)
-            if (
-                again is not None
-                # who looks at what moves, as traces do, has put something in its place
-                and Move._apply is _APPLY
-                and not (x.requires_grad and torch.is_grad_enabled())
-                and not in_transform()
-                # else its values are not those in memory
-                and not (x.is_neg() or x.is_conj() or (not x.data_ptr() and x.numel()))
-            ):
-                y = again(x)
-                if y is not None:
-                    return y
+        again = None if is_compiling() else self._again
+        if again is not None and (meta is None or not (meta.needs_grad or meta.has_tangent)):
+            y = again(
+                x
+            )  # if no derivative passes, Python looks at nothing on the way to the engine
+            if y is not None:
+                return y if type(y) is Tensor else self.stages[-1].finish_again(x, *y)
         return super().apply(x, meta)
 
     def _problem_with(self, x: Tensor, meta: TensorMeta | None, out: Tensor) -> str:
@@ -215,13 +205,17 @@ class Move(LinearOperator):
     def stages(self) -> tuple[Stage, ...]:
         """The same, with the group that makes them."""
         *before, last = self.route
-        shapes = self.domain.local_shape, self.codomain.local_shape
-        is_only = not before and self.spaced is None
-        is_only = is_only and (last.source_shape, last.target_shape) == shapes
         return (
             *(Stage(plan, self.group) for plan in before),
-            Stage(last, self.group, self.spaced, is_only),
+            Stage(last, self.group, self.spaced),
         )
+
+    @cached_property
+    def _is_one_exchange(self) -> bool:
+        """Whether one exchange makes the output of the input, both as they are."""
+        plan, *more = self.route
+        shapes = self.domain.local_shape, self.codomain.local_shape
+        return not more and (plan.source_shape, plan.target_shape) == shapes
 
     def _apply(self, x: Tensor) -> Tensor:
         if is_compiling():
@@ -239,7 +233,12 @@ class Move(LinearOperator):
                 into_output = first.pop()
         for stage in first:
             x = stage(x)
-        return self._as_output(last(x) if into_output is None else into_output.before(last, x))
+        if into_output is not None:
+            return self._as_output(into_output.before(last, x))
+        y = last(x)
+        if self._is_one_exchange:
+            self.__dict__["_again"] = last.again
+        return self._as_output(y)
 
     @cached_property
     def sums_all(self) -> bool:
@@ -308,7 +307,7 @@ class Move(LinearOperator):
         return add
 
 
-_APPLY = Move._apply
+keep_unchanged(Move, "_apply")
 
 
 def _refuse_compilers() -> None:
@@ -323,7 +322,6 @@ class Stage:
         plan: what leaves and what comes.
         group: who takes part.
         spaced: a dimension whose slices lie a little apart in the memory of the output.
-        is_only: whether it is all of its move, from its input to its output as they are.
     """
 
     def __init__(
@@ -331,16 +329,19 @@ class Stage:
         plan: Plan,
         group: transport.Group,
         spaced: int | None = None,
-        is_only: bool = False,
     ) -> None:
-        self.plan, self.group, self.spaced, self.is_only = plan, group, spaced, is_only
+        self.plan, self.group, self.spaced = plan, group, spaced
         self._programs: dict[Lies, CopyProgram | None] = {}
-        # what makes the exchange again for tensors of a dtype, a shape and strides
-        self.again: dict[tuple[torch.dtype, Shape, Shape], Callable[[Tensor], Tensor | None]] = {}
+        self.again: Again | None = None  # makes the exchange again for the tensors that it knows
+        self._repeated: set[tuple[torch.dtype, Shape, Shape]] = set()  # how these lie
 
     def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """The output, in the room that is given for it."""
         plan = self.plan
+        if self.again is not None and room is None:
+            y = self.again(x)
+            if y is not None:
+                return y if type(y) is Tensor else self.finish_again(x, *y)
         if plan.stays and room is None:
             # a copy, as every other move gives
             return x.clone(memory_format=torch.contiguous_format)
@@ -351,8 +352,14 @@ class Stage:
         y = self._room(x, room)
         if self._follow(x, y, False):
             kind = x.dtype, x.shape, x.stride()
-            if self.is_only and room is None and not self._gaps and kind not in self.again:
-                self._remember_again(x, y)
+            if room is self.spaced is None and not self._gaps and kind not in self._repeated:
+                if len(self._repeated) >= MOST_PROGRAMS:
+                    self._repeated.clear()
+                    self.again = None
+                self._repeated.add(kind)
+                program = self._programs[x.dtype, x.stride(), y.stride(), False, False]
+                assert program is not None
+                self.again = self.group.repeating(program, x, y, self.again) or self.again
         else:
             sends, receives = self._sends(x), self._receives(y)
             if plan.silent:
@@ -391,10 +398,13 @@ class Stage:
 
     def _joined(self, x: Tensor, dim: int, row: Sequence[tuple[int, int]]) -> Tensor:
         """The output on a GPU, where each copy is a launch: all that comes in one kernel."""
-        incoming = [piece for piece, _ in self._incoming(False)]
-        places = [ReceiveBuffer(piece.peer, x.new_empty(piece.shape)) for piece in incoming]
-        came = self.group.bring(self._sends(x), places, x.device)
-        shape = self.plan.target_shape
+        sends, shape = self._sends(x), self.plan.target_shape
+        there = {each.worker: each.tensor for each in sends if each.worker == self._worker}
+        places = [
+            ReceiveBuffer(peer, there[peer] if peer in there else x.new_empty(lengths))
+            for peer, lengths in self._arrivals
+        ]
+        came = self.group.bring(sends, places, x.device)
         before, after = prod(shape[:dim]), prod(shape[dim + 1 :])
         # Torch joins tensors of more than four dimensions one by one.
         parts = [
@@ -404,6 +414,15 @@ class Stage:
             for number, zeros in row
         ]
         return torch.cat(parts, 1).view(shape)
+
+    @cached_property
+    def _worker(self) -> int:
+        return transport.this_worker()
+
+    @cached_property
+    def _arrivals(self) -> list[tuple[int, Shape]]:
+        """From whom something comes, in order, and of what shape; what is kept is among it."""
+        return [(piece.peer, piece.shape) for piece, _ in self._incoming(False)]
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need; the result puts what arrives into its place."""
@@ -573,29 +592,10 @@ class Stage:
         rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
         self.group.finish(program, x, rest, own, room)
 
-    def _remember_again(self, x: Tensor, y: Tensor) -> None:
-        """Keep what is needed to make the same exchange again."""
-        program = self._programs[x.dtype, x.stride(), y.stride(), False, False]
-        assert program is not None
-        shape, length, readers = self.plan.target_shape, program.length, program.readers
-        is_alike = shape == self.plan.source_shape
-
-        def again(x: Tensor) -> Tensor | None:
-            if readers and is_pinned(x):
-                return None
-            if is_alike:
-                y = torch.empty_like(x, memory_format=torch.contiguous_format)
-            else:
-                y = x.new_empty(shape)
-            room = self.group.take_room(program) if program.room else None
-            landed = self.group.follow(program, y, x, room) if type(y) is Tensor else NOTHING
-            if landed not in (length, NOTHING):
-                self._finish(program, x, y, False, landed, room)
-            return None if landed == NOTHING else y
-
-        if len(self.again) >= MOST_PROGRAMS:
-            self.again.clear()
-        self.again[x.dtype, x.shape, x.stride()] = again
+    def finish_again(self, x: Tensor, program: CopyProgram, y: Tensor, landed: int) -> Tensor:
+        """Do what is left of an exchange that was made again, and give its output."""
+        self._finish(program, x, y, False, landed, None)
+        return y
 
     def _program(
         self, x: Tensor, y: Tensor, is_there: bool, early: bool = False

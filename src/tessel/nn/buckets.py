@@ -145,7 +145,7 @@ class BucketedCall:
         self.sequence.append(number)
         # A number of its own: if workers return what hangs on different parameters, the sums of
         # these wait for each other, and one is not taken for the other.
-        how.partition.prepare().number_call()
+        use.prepare().number_call()
         place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
             return None
@@ -171,8 +171,9 @@ def _plain() -> bool:
     A checkpoint computes again, perhaps after other calls, what was computed before: what it
     keeps must be the same both times. In compiled code messages are nodes, and a bucket's are none.
     """
-    again = in_backward() or in_checkpoint()
-    return torch.is_grad_enabled() and not in_transform() and not again and not is_compiling()
+    if not torch.is_grad_enabled() or in_transform() or is_compiling():
+        return False
+    return not in_backward() and not in_checkpoint()
 
 
 @contextmanager

@@ -7,8 +7,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import call, is_
 from types import FunctionType
 from typing import Any
 
@@ -229,6 +231,7 @@ class ModelConversion:
         self.replicas = Replicas(P_x)
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
+        self._last: list[weakref.ref[Tensor]] = []  # those of the last call, in their order
 
     def enter(self, model: nn.Module) -> None:
         """Take a model in whose parameters and buffers are alike on all workers.
@@ -259,6 +262,8 @@ class ModelConversion:
             ]
             for name in ("forward", *others):
                 module.__dict__[name] = Entrance(module, self, name)
+            if isinstance(module, GraphModule):
+                _keep_entrances(module)
         self.note(Contents(model).values)
 
     def note(self, values: Iterable[Tensor]) -> None:
@@ -268,9 +273,15 @@ class ModelConversion:
 
     def unknown(self, values: Iterable[Tensor]) -> list[Tensor]:
         """Those that came into the model since its last call; a copy of a model knows none."""
-        known = self._alike
+        values, known, last = list(values), self._alike, self._last
+        # Mostly those of the last call, one by one: a look at each takes twenty times as long.
+        if len(values) == len(last) and all(map(is_, map(call, last), values)):
+            return []
         # an identity may be that of a tensor that is gone
-        return [v for v in values if (ref := known.get(id(v))) is None or ref() is not v]
+        found = [v for v in values if (ref := known.get(id(v))) is None or ref() is not v]
+        if not found:
+            self._last = [known[id(v)] for v in values]
+        return found
 
     def late_form(self, model: nn.Module, contents: Contents) -> tuple[Any, ...]:
         """What was put into a model after its conversion, as all workers must have it."""
@@ -301,7 +312,7 @@ class ModelConversion:
         What every worker has whole becomes plain again: it enters a `state_dict`, and optimizers.
         """
         contents = Contents(model)
-        if any(isinstance(value, SpreadTensor) for value in contents.values):
+        if any(issubclass(kind, SpreadTensor) for kind in {*map(type, contents.values)}):
             for module in model.modules():
                 _make_plain(module._parameters, nn.Parameter)
                 _make_plain(module._buffers, Tensor.requires_grad_)
@@ -309,7 +320,7 @@ class ModelConversion:
         self.note(self.unknown(contents.values))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_alike": {}}  # those of a copy are others
+        return {**self.__dict__, "_alike": {}, "_last": []}  # those of a copy are others
 
 
 def _make_plain(values: dict[str, Any], make: Callable[[Tensor, bool], Tensor]) -> None:
@@ -330,32 +341,42 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parameters: dict[int, Tensor] = {}
-        buffers: dict[int, Tensor] = {}
-        self.unentered: list[nn.Module] = []
-        self.sharded: list[nn.Module] = []
-        self.is_split = False
+        modules: dict[int, nn.Module] = {}
+        waiting = [model]  # a stack, and no call for each module, of which there may be many
+        while waiting:
+            module = waiting.pop()
+            if id(module) not in modules:
+                modules[id(module)] = module
+                if module._modules:
+                    waiting += [each for each in module._modules.values() if each is not None][::-1]
+        held = modules.values()
+        parameters = {id(p): p for m in held for p in m._parameters.values() if p is not None}
+        buffers = {id(b): b for m in held for b in m._buffers.values() if b is not None}
+        self.unentered = [
+            module
+            for module in held
+            if not isinstance(module.__dict__.get("forward"), Entrance)
+            and not isinstance(module, Layer | DistributedDataParallel)
+        ]
         kinds = sharded_kinds()
-        seen: set[int] = set()
-
-        def walk(module: nn.Module) -> None:
-            seen.add(id(module))
-            is_entered = isinstance(module.__dict__.get("forward"), Entrance)
-            if not is_entered and not isinstance(module, Layer | DistributedDataParallel):
-                self.unentered.append(module)
-            if isinstance(module, kinds):
-                self.sharded.append(module)
-            for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
-                for value in held.values():
-                    if value is not None:
-                        found.setdefault(id(value), value)
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    walk(child)
-
-        walk(model)
+        self.sharded = [each for each in held if isinstance(each, kinds)] if kinds else []
+        self.is_split = False
         self.parameters = list(parameters.values())
         self.values = [*self.parameters, *buffers.values()]
+
+
+def _found_in(kind: type, name: str) -> Any:
+    """What a class, or one that it derives from, has of this name, as it is written there.
+
+    `inspect.getattr_static` gives the same, and takes longer than many a layer.
+    """
+    for each in kind.__mro__:
+        if name in each.__dict__:
+            return each.__dict__[name]
+    raise AttributeError(f"{kind.__name__} has no attribute {name!r} any more")
+
+
+_WITH_OTHER_CODE = (nn.SyncBatchNorm, torch.jit.ScriptModule)  # than that of their class
 
 
 class Entrance(HasHandle):
@@ -385,7 +406,7 @@ class Entrance(HasHandle):
         if name == "__signature__" and "module" in self.__dict__:
             if self.own is not None:
                 return inspect.signature(self.own)
-            method = inspect.getattr_static(type(self.module), self.name)
+            method = _found_in(type(self.module), self.name)
             return inspect.signature(method.__get__(self.module, type(self.module)))
         raise AttributeError(
             f"'Entrance' object has no attribute {name!r}: the methods of a converted model are "
@@ -395,25 +416,34 @@ class Entrance(HasHandle):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
+        module = self.module
         if self.own is not None:
             return self.own(*args, **kwargs)
-        if isinstance(self.module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
-            return nn.modules.batchnorm._BatchNorm.forward(self.module, *args, **kwargs)
-        if isinstance(self.module, torch.jit.ScriptModule):  # traced ones: their class has no code
-            return self.module._c._get_method(self.name)(*args, **kwargs)
-        # found in the class, and bound, unless it is a static method
-        method = inspect.getattr_static(type(self.module), self.name)
-        return method.__get__(self.module, type(self.module))(*args, **kwargs)
+        if not isinstance(module, _WITH_OTHER_CODE):
+            method = _found_in(type(module), self.name)
+            if type(method) is FunctionType:
+                return method(module, *args, **kwargs)
+            return method.__get__(module, type(module))(*args, **kwargs)  # say, a static one
+        if isinstance(module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
+            return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
+        return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
 
     def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
         return fix_shapes((args, kwargs)) and not is_in_model() and not is_averaged()
 
-    @in_graphs("module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if running.get() is not None:
-            result = self.forward(*args, **kwargs)  # inside of a model
-            return nested(unviewed, result) if is_fully_sharded(self.module) else result
+        # what a compiler sees is that all of this is one call: it knows no variables of a context
+        if torch.compiler.is_dynamo_compiling() or running.get() is None:
+            return self.from_outside(*args, **kwargs)
+        result = self.forward(*args, **kwargs)
+        return nested(unviewed, result) if is_fully_sharded(self.module) else result
+
+    @in_graphs("module")
+    def from_outside(self, *args: Any, **kwargs: Any) -> Any:
+        """The outermost call of the model."""
+        if running.get() is not None:  # which a compiler could not see
+            return self(*args, **kwargs)
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
         spread = any(isinstance(each, SpreadTensor) for each in given)
@@ -632,6 +662,38 @@ def _check_untraced(module: nn.Module, arguments: Any) -> None:
             f"the result: tessel.nn.distribute_module(torch.fx.symbolic_trace(model), P_x); the "
             f"same holds for torchvision's create_feature_extractor, torch.export and torch.jit"
         )
+
+
+def _keep_entrances(graph: GraphModule) -> None:
+    """Let copies of a graph have its entrances: torch makes them anew, of the graph alone."""
+    kind: Any = type(graph)  # torch makes one for each graph
+    kind.__deepcopy__, kind.__reduce__ = _copied_graph, _reduced_graph
+
+
+def _entrances(graph: GraphModule) -> dict[str, Any]:
+    return {name: each for name, each in vars(graph).items() if isinstance(each, Entrance)}
+
+
+def _copied_graph(graph: GraphModule, memo: dict[int, Any]) -> GraphModule:
+    plain: Any = super(type(graph), graph)
+    found: GraphModule = plain.__deepcopy__(memo)
+    found.__dict__.update(deepcopy(_entrances(graph), memo))
+    _keep_entrances(found)
+    return found
+
+
+def _reduced_graph(graph: GraphModule) -> tuple[Any, ...]:
+    reduced: Any = super(type(graph), graph).__reduce__()
+    make, (body, imports) = reduced
+    entrances = _entrances(graph)
+    body = {name: value for name, value in body.items() if name not in entrances}
+    return _made_graph, (make, body, imports), entrances  # these last, since they refer to it
+
+
+def _made_graph(make: Callable[..., GraphModule], body: dict[str, Any], imports: str) -> Any:
+    found = make(body, imports)
+    _keep_entrances(found)
+    return found
 
 
 @kept_in_job

@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core.context import is_compiling
@@ -73,8 +72,10 @@ class BatchNorm(KernelNorm):
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         x, weight, bias = xs
         assert x is not None
+        given = self._cuda_normalized if x.is_cuda else self._normalized
+        if not torch.is_autocast_enabled(x.device.type):
+            return given(x, weight, bias)
         with torch.autocast(x.device.type, enabled=False):  # statistics are not to be rounded
-            given = self._cuda_normalized if x.is_cuda else self._normalized
             return given(x, weight, bias)
 
     def vjp(
@@ -108,8 +109,7 @@ class BatchNorm(KernelNorm):
             update_running(self.running, mean, variance, total, self.momentum)
         if not x.numel():
             return torch.empty_like(x), mean, variance
-        y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
-        return y, mean, variance
+        return _scaled(x, mean, variance, weight, bias, self.eps), mean, variance
 
     def _gradient(
         self,
@@ -121,12 +121,13 @@ class BatchNorm(KernelNorm):
         variance: Tensor,
     ) -> Sequence[Tensor | None]:
         both = self.total.apply(torch.stack(gradient_sums(grad, x, mean, variance, self.eps)))
+        slope, shift = both.unbind()
         if not needs[0]:
-            return None, *both
+            return None, slope, shift
         scale = (variance + self.eps).rsqrt()
         scale = scale if weight is None else scale * weight
         slopes = both * (scale / -sum(self.counts))
-        return gradient_of(grad, x, mean, variance, self.eps, scale, slopes), *both
+        return gradient_of(grad, x, mean, variance, self.eps, scale, slopes), slope, shift
 
     # -- on a GPU, whose kernels for several workers take the reciprocal of s
 
@@ -196,7 +197,7 @@ class BatchNorm(KernelNorm):
             wanted = (shift, centred) if weight is None else (shift, centred, slope)
             self.group.all_reduce(*wanted)()
             return shift, centred, centred if weight is None else slope
-        shift, centred = self.total.apply(torch.stack([shift, centred]))
+        shift, centred = self.total.apply(torch.stack([shift, centred])).unbind()
         return shift, centred, centred * scale
 
 
@@ -241,9 +242,21 @@ def gradient_of(
     """c g + a x̂ + b, with numbers c and (a, b) for every index of the second dimension."""
     if not x.numel():
         return torch.zeros_like(x)
-    slope, shift = slopes
-    found = F.batch_norm(x, mean, variance, slope, shift, False, 0.0, eps)
+    slope, shift = slopes.unbind()
+    found = _scaled(x, mean, variance, slope, shift, eps)
     return found.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
+
+
+def _scaled(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """w (x − m) / √(v + ε) + b: F.batch_norm of plain tensors, without what it asks before."""
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, x.is_cuda)
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:

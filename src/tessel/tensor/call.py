@@ -42,6 +42,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
 )
 from tessel.tensor.rules.pointwise import (
     OF_ELEMENTS,
+    changed,
     check_change,
     is_in_place,
     is_pointwise,
@@ -67,7 +68,7 @@ from tessel.tensor.table import (
     tensors,
     unsupported,
 )
-from tessel.tensor.tensor import Tensor, converters, move
+from tessel.tensor.tensor import _FRIENDS, Tensor, converters, move
 
 
 def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -218,11 +219,26 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             else:
                 break
         else:
-            if layout is not None and not kwargs and layout.summed is layout:
-                part = func(*operands)
-                if type(part) is torch.Tensor:
-                    return Tensor(part, layout)
+            if layout is not None and layout.summed is layout:
+                if not kwargs:
+                    part = func(*operands)
+                    if type(part) is torch.Tensor:
+                        return Tensor(part, layout)
+                # `inplace=True` of what is no copy: nothing else has to learn of the change
+                elif kwargs == _IN_PLACE and len(args) == 1 and not args[0]._originals:
+                    if not layout.is_outside:
+                        func(*operands, inplace=True)
+                        return changed(args[0])
+                elif all([type(each) in _NUMBERS for each in kwargs.values()]):
+                    if kwargs.get("inplace") is not True:
+                        part = func(*operands, **kwargs)
+                        if type(part) is torch.Tensor:
+                            return Tensor(part, layout)
     return follow(name, func, args, kwargs)
+
+
+_IN_PLACE = {"inplace": True}
+_NUMBERS = frozenset((float, int, bool, str, type(None)))
 
 
 def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -349,7 +365,10 @@ def _partition(args: Arguments, kwargs: Settings) -> Any:
 def _needs_summing(values: Iterable[Any]) -> bool:
     """Whether a tensor among the arguments is in separate copies, or has no part here."""
     for value in values:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if kind in _LEAVES or (kind is tuple and _LEAVES.issuperset(map(type, value))):
+            continue
+        if kind is Tensor or isinstance(value, Tensor):
             layout = value._layout
             if layout.summed is not layout or layout.is_outside:
                 return True
@@ -359,6 +378,9 @@ def _needs_summing(values: Iterable[Any]) -> bool:
         elif isinstance(value, dict) and _needs_summing(value.values()):
             return True
     return False
+
+
+_LEAVES = frozenset((*_NUMBERS, *_FRIENDS, torch.Size))
 
 
 def _summed(value: Any) -> Any:

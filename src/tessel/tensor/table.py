@@ -246,10 +246,13 @@ def check_together(name: str, layouts: Sequence[Layout]) -> None:
 def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise as torch does, also on workers that have nothing to compute."""
     with torch._C.DisableTorchFunctionSubclass():  # or each look at a spread tensor is a call
+        dtype = x.dtype
+        if weight.dtype == dtype and (bias is None or bias.dtype == dtype):
+            return
         if torch.is_autocast_enabled(x.device.type):
             return
         for name, each in (("weight", weight), ("bias", bias)):
-            if each is not None and each.dtype != x.dtype:
+            if each is not None and each.dtype != dtype:
                 raise RuntimeError(
                     f"input and {name} must have the same dtype, got {x.dtype} and {each.dtype}"
                 )

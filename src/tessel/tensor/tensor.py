@@ -102,8 +102,8 @@ class Tensor(torch.Tensor):
         new._originals = ()
         return new
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass  # torch's own would take the arguments for values
+    # torch's own would take the arguments for values; object's ignores them
+    __init__ = object.__init__
 
     @classmethod
     @untraced

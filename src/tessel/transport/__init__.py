@@ -14,6 +14,7 @@ from tessel.transport.constants import UNREAD as UNREAD
 from tessel.transport.copy_program import CopyProgram as CopyProgram
 from tessel.transport.copy_program import Place as Place
 from tessel.transport.copy_program import has_engine as has_engine
+from tessel.transport.copy_program import keep_unchanged as keep_unchanged
 from tessel.transport.group import DIFFERENT as DIFFERENT
 from tessel.transport.group import NUM_WORDS as NUM_WORDS
 from tessel.transport.group import Group as Group
@@ -21,6 +22,8 @@ from tessel.transport.group import code_of as code_of
 from tessel.transport.group import is_plain as is_plain
 from tessel.transport.group import packed_words as packed_words
 from tessel.transport.group import tells_errors as tells_errors
+from tessel.transport.host import Again as Again
+from tessel.transport.job import Tagged as Tagged
 from tessel.transport.job import between_gpus as between_gpus
 from tessel.transport.job import between_hosts as between_hosts
 from tessel.transport.job import can_share_memory as can_share_memory
@@ -33,7 +36,6 @@ from tessel.transport.job import leave as leave
 from tessel.transport.job import look_for_job as look_for_job
 from tessel.transport.job import shares_memory as shares_memory
 from tessel.transport.job import start as start
-from tessel.transport.job import tagged as tagged
 from tessel.transport.job import total_traffic as total_traffic
 from tessel.transport.job import when_joined as when_joined
 from tessel.transport.mesh import mesh_of as mesh_of

@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from tessel.settings import chosen
@@ -39,6 +40,12 @@ try:
     import tessel.transport.engine as engine
 except ImportError:  # it was installed where no compiler was found
     engine = None  # type: ignore[assignment]
+else:
+    engine.ask(
+        getattr(Tensor, "__dlpack_c_exchange_api__", None),
+        *(Tensor, Tensor.is_neg, Tensor.is_conj, torch._C._are_functorch_transforms_active),
+        *(torch.is_grad_enabled, vars(forward_ad), torch.empty_like),
+    )
 
 ENGINES = ("compiled", "python")
 MOST_LOOPS = MOST_DIMS  # of one step
@@ -65,6 +72,12 @@ Region = tuple[slice, ...]
 def has_engine() -> bool:
     """Whether the engine was compiled, and TESSEL_ENGINE does not switch it off."""
     return chosen("TESSEL_ENGINE", ENGINES) == "compiled" and engine is not None
+
+
+def keep_unchanged(owner: type, name: str) -> None:
+    """Repeat no exchange while a method is another one: who looks at what moves replaces it."""
+    if engine is not None:
+        engine.keep_unchanged(owner, name)
 
 
 class Place(NamedTuple):

@@ -13,12 +13,14 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -563,11 +565,27 @@ static const word *ready(const word *program) {
     return takes;
 }
 
+/* The same, after a short while if there is no room now: who only gives may have run ahead of who takes. */
+static const word *await_ready(const word *program) {
+    const word *takes = ready(program);
+    if (takes) return takes;
+    for (const word until = now() + program[BACKOFF]; !takes && now() < until; takes = ready(program)) {
+        const word *entry = program + ENTRIES;
+        for (word i = 0; i < program[NUM_GIVES]; i++, entry += entry[LENGTH])
+            if (state_of(entry)[IS_BUSY]) return NULL; /* that is up to Python */
+        for (word i = 0; i < program[NUM_TAKES]; i++, entry += entry[LENGTH])
+            if (entry[CONTROL] && state_of(entry)[IS_ACTIVE]) return NULL;
+        if (program[YIELDS]) sched_yield();
+        else relax();
+    }
+    return takes;
+}
+
 /* How many of the entries were taken, in their order. */
 static long run(const word *program, char *y, const char *x, word call, char *room) {
     const word num_gives = program[NUM_GIVES], num_takes = program[NUM_TAKES];
     word since = is_clocked ? now() : 0;
-    const word *gives = program + ENTRIES, *takes = ready(program), *entry = gives;
+    const word *gives = program + ENTRIES, *takes = await_ready(program), *entry = gives;
     if (!takes) return NOTHING;
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, room, program[CODE], call);
     count_time(PACK, &since);
@@ -735,6 +753,232 @@ static PyObject *py_clock(PyObject *self, PyObject *on) {
     return seconds;
 }
 
+/* --- an exchange that is made again: all that leads to the engine, in one call */
+
+/* A tensor, as DLPack shows it to code in C: `DLTensor` of version 1, and the table of torch's functions for that. */
+struct shown {
+    char *data;
+    int32_t device, number, num_dims;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *steps;
+    uint64_t offset;
+};
+struct table {
+    uint32_t major, minor;
+    const void *earlier, *allocate, *from_object, *to_object;
+    int (*show)(void *tensor, struct shown *found);
+};
+enum { ON_CPU = 1, COMPLEX = 5 };
+
+/* What torch is asked, and what must be as it was when it was named: who looks at what moves, as traces do, puts
+ * something in its place. */
+enum { TENSOR, IS_NEG, IS_CONJ, IS_TRANSFORMED, IS_GRAD_ENABLED, FORWARD_MODE, EMPTY_LIKE, NUM_ASKED };
+static PyObject *asked[NUM_ASKED], *tag_name, *count_name, *level_name, *grad_name;
+static int (*show)(void *tensor, struct shown *found);
+enum { MOST_UNCHANGED = 8 };
+static struct { PyObject *owner, *name, *value; } unchanged[MOST_UNCHANGED];
+static int num_unchanged;
+static pid_t this_process; /* asking the system takes as long as a small copy */
+
+static void note_process(void) { this_process = getpid(); }
+
+/* Objects that an exchange needs, and keeps: PROGRAM is what owns the words of its program, LIKE a tensor that lies as
+ * the result does. */
+enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, LIKE, ALARM, COUNTED, EARLIER, NUM_KEPT };
+struct again {
+    const struct again *earlier; /* for tensors that lie otherwise */
+    PyObject *kept[NUM_KEPT];
+    const word *program, *alarm;
+    word *counted, sent, received;
+    pid_t owner;
+    struct shown lies;
+    int64_t dims[2 * MOST_DIMS];
+};
+
+static int is_like(const struct again *again, const struct shown *x) {
+    const struct shown *lies = &again->lies;
+    const size_t size = (size_t)x->num_dims * sizeof(int64_t);
+    return x->device == ON_CPU && x->num_dims == lies->num_dims && x->code == lies->code && x->bits == lies->bits &&
+           x->lanes == lies->lanes && !memcmp(x->shape, again->dims, size) &&
+           !memcmp(x->steps, again->dims + x->num_dims, size);
+}
+
+static int truth(PyObject *found) {
+    const int is_true = found ? PyObject_IsTrue(found) : -1;
+    Py_XDECREF(found);
+    return is_true;
+}
+
+static word number(PyObject *found) {
+    const word value = found ? PyLong_AsLongLong(found) : -1;
+    Py_XDECREF(found);
+    return value;
+}
+
+/* Whether the values of x are those in its memory, no derivative passes, and nobody looks at what moves; -1: raised. */
+static int is_plain(PyObject *x, const struct shown *lies) {
+    for (int i = 0; i < num_unchanged; i++) {
+        PyObject *now = PyObject_GetAttr(unchanged[i].owner, unchanged[i].name);
+        Py_XDECREF(now); /* it is compared, not used */
+        if (!now) return -1;
+        if (now != unchanged[i].value) return 0;
+    }
+    int is_other = truth(PyObject_GetAttr(x, grad_name));
+    if (is_other > 0) is_other = truth(PyObject_CallNoArgs(asked[IS_GRAD_ENABLED]));
+    if (!is_other) is_other = truth(PyObject_CallNoArgs(asked[IS_TRANSFORMED]));
+    if (!is_other) is_other = truth(PyObject_CallFunctionObjArgs(asked[IS_NEG], x, NULL));
+    if (!is_other && lies->code == COMPLEX) is_other = truth(PyObject_CallFunctionObjArgs(asked[IS_CONJ], x, NULL));
+    if (is_other) return is_other < 0 ? -1 : 0;
+    PyObject *level = PyDict_GetItemWithError(asked[FORWARD_MODE], level_name); /* borrowed */
+    const word value = level ? PyLong_AsLongLong(level) : 0;
+    return PyErr_Occurred() ? -1 : value < 0;
+}
+
+/* Room for the result; None if torch makes something else now. */
+static PyObject *make_result(const struct again *again, struct shown *to) {
+    PyObject *y = PyObject_CallFunctionObjArgs(asked[EMPTY_LIKE], again->kept[LIKE], NULL);
+    if (!y || ((PyObject *)Py_TYPE(y) == asked[TENSOR] && !show(y, to) && to->device == ON_CPU)) return y;
+    PyErr_Clear();
+    Py_DECREF(y);
+    Py_RETURN_NONE;
+}
+
+static void forget(PyObject *capsule) {
+    struct again *again = PyCapsule_GetPointer(capsule, NULL);
+    for (int i = 0; i < NUM_KEPT; i++) Py_XDECREF(again->kept[i]);
+    PyMem_Free(again);
+}
+
+/* The result; None if Python has to look at the tensor; a result with what is left of its exchange. */
+static PyObject *py_again(PyObject *self, PyObject *x) {
+    const struct again *again = PyCapsule_GetPointer(self, NULL);
+    struct shown from, to;
+    if ((PyObject *)Py_TYPE(x) != asked[TENSOR]) Py_RETURN_NONE;
+    if (show(x, &from)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    while (again && !is_like(again, &from)) again = again->earlier;
+    if (!again || *again->alarm || again->owner != this_process) Py_RETURN_NONE;
+    PyObject *const *kept = again->kept;
+    word length = 1;
+    for (int d = 0; d < from.num_dims; d++) length *= from.shape[d];
+    if (!from.data && length) Py_RETURN_NONE;
+    int is_other = 0, can = is_plain(x, &from);
+    if (can > 0 && kept[PINNED] != Py_None)
+        is_other = truth(PyObject_CallFunctionObjArgs(kept[PINNED], x, NULL));
+    if (can < 0 || is_other < 0) return NULL;
+    if (!can || is_other) Py_RETURN_NONE;
+    PyObject *y = make_result(again, &to);
+    if (!y || y == Py_None) return y;
+    const word tag = number(PyObject_GetAttr(kept[OWN], tag_name));
+    const word count = number(PyObject_GetAttr(kept[GROUP_OBJECT], count_name));
+    const int is_held = PyErr_Occurred() ? -1 : truth(PyObject_CallFunctionObjArgs(kept[ACQUIRE], Py_False, NULL));
+    if (is_held <= 0) { /* or another thread has the lock */
+        Py_DECREF(y);
+        if (is_held < 0) return NULL;
+        Py_RETURN_NONE;
+    }
+    const word *program = again->program, call = tag ? tag : ~(word)((uint64_t)count << 1);
+    char *target = to.data + to.offset;
+    const char *source = from.data + from.offset;
+    long taken;
+    holds_python = !program[IS_LARGE];
+    if (holds_python) {
+        taken = run(program, target, source, call, NULL);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        taken = run(program, target, source, call, NULL);
+        Py_END_ALLOW_THREADS
+    }
+    PyObject *found = PyObject_CallNoArgs(kept[RELEASE]);
+    Py_XDECREF(found);
+    if (found && *again->alarm) { /* who was read from may have gone on after it gave the alarm */
+        found = PyObject_CallNoArgs(kept[BROKEN]);
+        Py_XDECREF(found);
+    }
+    if (found && taken != NOTHING && !tag) {
+        PyObject *next = PyObject_GetAttr(kept[GROUP_OBJECT], count_name);
+        const word made = number(next) + 1;
+        next = PyErr_Occurred() ? NULL : PyLong_FromLongLong(made);
+        if (!next || PyObject_SetAttr(kept[GROUP_OBJECT], count_name, next)) found = NULL;
+        Py_XDECREF(next);
+    }
+    if (!found) {
+        Py_DECREF(y);
+        return NULL;
+    }
+    if (taken == NOTHING) {
+        Py_DECREF(y);
+        Py_RETURN_NONE;
+    }
+    again->counted[0] += program[NUM_GIVES];
+    again->counted[1] += again->sent;
+    again->counted[2] += again->received;
+    return taken == program[NUM_TAKES] ? y : Py_BuildValue("ONl", kept[PROGRAM], y, taken);
+}
+
+static PyMethodDef again_method = {"again", py_again, METH_O, "again(x): make an exchange that was made before."};
+
+static PyObject *py_repeat(PyObject *self, PyObject *args) {
+    PyObject *kept[NUM_KEPT] = {0}, *x;
+    word program, alarm, counted, sent, received, owner;
+    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOO:repeat", &x, &kept[LIKE], &program, &kept[PROGRAM], &alarm,
+                          &counted, &sent, &received, &owner, &kept[GROUP_OBJECT], &kept[OWN], &kept[ACQUIRE],
+                          &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM], &kept[COUNTED], &kept[EARLIER]))
+        return NULL;
+    struct shown lies;
+    if (!show || (PyObject *)Py_TYPE(x) != asked[TENSOR] || show(x, &lies) || lies.num_dims > MOST_DIMS) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    struct again *again = PyMem_Calloc(1, sizeof *again);
+    if (!again) return PyErr_NoMemory();
+    *again = (struct again){.program = (const word *)program, .alarm = (const word *)alarm, .counted = (word *)counted,
+                            .sent = sent, .received = received, .owner = (pid_t)owner, .lies = lies};
+    memcpy(again->dims, lies.shape, (size_t)lies.num_dims * sizeof(int64_t));
+    memcpy(again->dims + lies.num_dims, lies.steps, (size_t)lies.num_dims * sizeof(int64_t));
+    for (int i = 0; i < NUM_KEPT; i++) again->kept[i] = Py_NewRef(kept[i]);
+    PyObject *capsule = PyCapsule_New(again, NULL, forget);
+    if (!capsule) return NULL;
+    if (kept[EARLIER] != Py_None) again->earlier = PyCapsule_GetPointer(PyCFunction_GetSelf(kept[EARLIER]), NULL);
+    PyObject *made = PyErr_Occurred() ? NULL : PyCFunction_NewEx(&again_method, capsule, NULL);
+    Py_DECREF(capsule);
+    return made;
+}
+
+static PyObject *py_ask(PyObject *self, PyObject *args) {
+    PyObject *capsule, *given[NUM_ASKED];
+    if (!PyArg_ParseTuple(args, "OOOOOOOO:ask", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
+                          &given[5], &given[6]))
+        return NULL;
+    if (capsule == Py_None) Py_RETURN_FALSE;
+    const struct table *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!table) return NULL;
+    if (table->major != 1 || !table->show) Py_RETURN_FALSE;
+    for (int i = 0; i < NUM_ASKED; i++) {
+        Py_XDECREF(asked[i]);
+        asked[i] = Py_NewRef(given[i]);
+    }
+    show = table->show;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *py_keep_unchanged(PyObject *self, PyObject *args) {
+    PyObject *owner, *name;
+    if (!PyArg_ParseTuple(args, "OU:keep_unchanged", &owner, &name)) return NULL;
+    if (num_unchanged == MOST_UNCHANGED) {
+        PyErr_SetString(PyExc_RuntimeError, "there is no room for more");
+        return NULL;
+    }
+    PyObject *value = PyObject_GetAttr(owner, name);
+    if (!value) return NULL;
+    unchanged[num_unchanged].owner = Py_NewRef(owner), unchanged[num_unchanged].name = Py_NewRef(name);
+    unchanged[num_unchanged++].value = value;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL,
      "run(program, y, x, call, room): make an exchange; how many entries were taken, -1 or -2."},
@@ -746,6 +990,11 @@ static PyMethodDef methods[] = {
      "finish(program, started, channels, count): wait a short while for the rest; whether it came."},
     {"await_any", py_await_any, METH_O,
      "await_any(waiting): wait until a semaphore is not 0, as long as the words say; whether one is."},
+    {"repeat", py_repeat, METH_VARARGS,
+     "repeat(…): what makes an exchange again from tensors that lie as this one; None if it cannot."},
+    {"ask", py_ask, METH_VARARGS, "ask(…): what of torch the engine may ask; whether it can."},
+    {"keep_unchanged", py_keep_unchanged, METH_VARARGS,
+     "keep_unchanged(owner, name): repeat nothing while this attribute is another."},
     {"clock", py_clock, METH_O,
      "clock(on): the seconds of packing, moving and waiting since the last call."},
     {NULL, NULL, 0, NULL},
@@ -756,4 +1005,11 @@ static struct PyModuleDef module = {
     NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit_engine(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_engine(void) {
+    tag_name = PyUnicode_InternFromString("tag"), count_name = PyUnicode_InternFromString("num_exchanges");
+    level_name = PyUnicode_InternFromString("_current_level"), grad_name = PyUnicode_InternFromString("requires_grad");
+    if (!tag_name || !count_name || !level_name || !grad_name) return NULL;
+    note_process();
+    pthread_atfork(NULL, NULL, note_process);
+    return PyModule_Create(&module);
+}

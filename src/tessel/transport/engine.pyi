@@ -1,3 +1,8 @@
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 def run(program: int, y: int, x: int, call: int, room: int, /) -> int:
     """Make the exchange of the program at an address, from one tensor to another.
 
@@ -32,6 +37,44 @@ def await_any(waiting: int, /) -> bool:
 
     The words are those of a program without copies; addresses of semaphores come after them.
     """
+
+def repeat(
+    x: Tensor,
+    like: Tensor,
+    program: int,
+    owner: object,
+    numbers: tuple[int, int, int, int, int],
+    job: tuple[Any, Any, Callable[..., bool], Callable[[], None], Callable[[], Any]],
+    pinned: Callable[[Tensor], bool] | None,
+    alarm: Any,
+    counted: Any,
+    earlier: Callable[[Tensor], Any] | None,
+    /,
+) -> Callable[[Tensor], Any] | None:
+    """What makes the exchange of a program again, from tensors that lie as x does to new ones.
+
+    Called with a tensor it gives the output; None if nothing was done, since the tensor lies
+    otherwise, is of another kind, needs a derivative, or something else is not as usual; or, of
+    what takes longer, the owner of the program, the output, and what `run` gives.
+
+    Args:
+        x: a tensor on the CPU.
+        like: one that lies as the output does; its values do not count.
+        program, owner: the address of the program, and what keeps its words.
+        numbers: the addresses of the alarm and of the counts of messages and of bytes that were
+            sent and received, what the exchange adds to the latter two, and the process.
+        job: the group, what its threads have for themselves, how the lock of the host is taken and
+            given back, and what raises if the job is broken.
+        pinned: says whether x is pinned, if others read it where it lies.
+        alarm, counted: what keeps the words at the two addresses.
+        earlier: the same for tensors that lie otherwise.
+    """
+
+def ask(exchange: Any, /, *asked: Any) -> bool:
+    """Let `repeat` use torch: its table for DLPack, and what it asks; whether it can."""
+
+def keep_unchanged(owner: Any, name: str, /) -> None:
+    """Let nothing be repeated while an attribute is another than now."""
 
 def clock(on: bool, /) -> tuple[float, float, float]:
     """Measure from now on, or not; the seconds of packing, moving and waiting until now."""

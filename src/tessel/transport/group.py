@@ -8,7 +8,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -20,11 +20,11 @@ from tessel.errors import WorkerLost
 from tessel.transport import device_wait, wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
-from tessel.transport.copy_program import CopyProgram, Place
+from tessel.transport.copy_program import CopyProgram, Place, keep_unchanged
 from tessel.transport.device_exchange import DeviceExchange
 from tessel.transport.device_wait import DeviceWait
 from tessel.transport.exchange import Exchange, Ways, swap
-from tessel.transport.host import Give, Host, Take
+from tessel.transport.host import Again, Give, Host, Take
 from tessel.transport.links import Links
 from tessel.transport.mailbox import Mailboxes
 from tessel.transport.mpi import Mpi
@@ -75,7 +75,8 @@ class Membership:
 
     Attributes:
         tag: what messages of this thread carry now, so that they cannot be taken for others.
-        traffic: the running totals of this worker.
+        traffic: the running totals of this worker, without what is `counted`.
+        counted: what the engine has to add to them: messages, bytes sent and received.
         processes: of all workers, in their order.
         hosts: for each worker the number of its host; empty if all run on one.
         host: those with whom this worker shares memory, if any.
@@ -87,6 +88,7 @@ class Membership:
     """
 
     traffic: Traffic = field(default_factory=Traffic)
+    counted: array[int] = field(default_factory=lambda: array("q", [0] * 3))
     processes: list[PeerProcess] = field(default_factory=list)
     hosts: tuple[int, ...] = ()
     host: Host | None = None
@@ -109,9 +111,14 @@ class Membership:
     def tag(self) -> int:
         return self.own.tag
 
-    @tag.setter
-    def tag(self, call: int) -> None:
-        self.own.tag = call
+    @property
+    def total_traffic(self) -> Traffic:
+        """The running totals until now, with what the engine counted."""
+        found = replace(self.traffic)
+        found.messages += self.counted[0]
+        found.bytes_sent += self.counted[1]
+        found.bytes_received += self.counted[2]
+        return found
 
     def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
         """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
@@ -234,9 +241,15 @@ class Group:
     def bring(
         self, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer], device: torch.device
     ) -> list[Tensor]:
-        """What comes to a GPU, wherever it came to: places only say its shape and dtype."""
+        """What comes to a GPU, wherever it came to: places only say its shape and dtype.
+
+        The place of what this worker keeps may be the tensor itself: nothing is written to it.
+        """
         if not self._uses_nccl:
-            self.exchange(sends, receives, device)()
+            given = {id(buffer.tensor) for buffer in sends}
+            takes = [each for each in receives if id(each.place) not in given]
+            kept = {each.worker for each in receives} - {each.worker for each in takes}
+            self.exchange([each for each in sends if each.worker not in kept], takes, device)()
             return [buffer.place for buffer in receives]
         self._count(sends, receives)
         key = self._key()
@@ -371,6 +384,19 @@ class Group:
         if room is not None and num_received in (program.length, NOTHING):  # nobody reads there
             host.give_back(room)
         return num_received
+
+    def repeating(
+        self, program: CopyProgram, x: Tensor, y: Tensor, earlier: Again | None
+    ) -> Again | None:
+        """What makes a prepared exchange again, from tensors that lie as x to new ones as y.
+
+        It does what `follow` does, and finds out whether it may; what is left is for `finish`. None
+        if there is no such thing. `earlier` is the same for tensors that lie otherwise.
+        """
+        membership, host = self._membership, self._membership.host
+        assert host is not None
+        job = self, membership.own, membership.counted, self._watch
+        return host.repeating(program, x, y, *job, earlier)
 
     def finish(
         self,
@@ -805,6 +831,10 @@ class Group:
         if uses:
             device_wait.be_patient(self.handle)
         return uses
+
+
+keep_unchanged(Group, "follow")
+keep_unchanged(Host, "follow")
 
 
 def listing(workers: Sequence[int]) -> str:

@@ -6,10 +6,11 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from tessel.transport.copy_program import (
     has_engine,
 )
 from tessel.transport.process import PeerProcess
-from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_read
+from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_read, is_pinned
 from tessel.transport.request import (
     FailedMessage,
     Key,
@@ -60,6 +61,8 @@ USUAL_LIMIT = 1800.0  # seconds, torch's own
 ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
 Give = tuple[int, Place]  # to a worker, from a place
 Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
+# makes an exchange again: its output, None, or what is left of it (`engine.repeat`)
+Again = Callable[[Tensor], Any]
 
 
 class Far(Protocol):
@@ -276,6 +279,43 @@ class Host:
             self._check_owner()
         with self._lock:
             return engine.run(program.address, y, x, call, room)
+
+    def repeating(
+        self,
+        program: CopyProgram,
+        x: Tensor,
+        y: Tensor,
+        group: Any,
+        own: Any,
+        counted: array[int],
+        watch: Watch,
+        earlier: Again | None,
+    ) -> Again | None:
+        """What lets the engine make an exchange again, and all that leads to it; None if it cannot.
+
+        Args:
+            program, x, y: of the exchange: it is repeated for tensors that lie as x does.
+            group: whose exchanges it counts.
+            own: what each thread has for itself, as the tag of its messages.
+            counted: where messages and their bytes are counted.
+            watch: has the alarm.
+            earlier: the same for tensors that lie otherwise.
+        """
+        if program.room:
+            return None
+        with torch.inference_mode(False):
+            like = torch.empty_like(y)
+        like.untyped_storage().resize_(0)  # where it lies is all that is asked of it
+        alarm_at, counted_at = (
+            int(np.frombuffer(words, np.int64).ctypes.data) for words in (watch.alarm, counted)
+        )
+        return engine.repeat(
+            *(x, like, program.address, program),
+            (alarm_at, counted_at, program.bytes_sent, program.bytes_received, self._owner),
+            (group, own, self._lock.acquire, self._lock.release, watch.raise_broken),
+            is_pinned if program.readers else None,
+            *(watch.alarm, counted, earlier),
+        )
 
     def start(
         self,

@@ -9,8 +9,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, cast
@@ -27,7 +26,12 @@ from tessel.transport.host import USUAL_LIMIT, Host
 from tessel.transport.links import MOST_HOSTS, Links
 from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
-from tessel.transport.world import is_distributed, num_workers, this_worker
+from tessel.transport.world import (
+    CAN_BE_DISTRIBUTED,
+    is_distributed,
+    num_workers,
+    this_worker,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 TRANSPORTS = ("auto", "shared", "gloo", "mpi")
@@ -80,8 +84,8 @@ def leave(error: BaseException | None = None) -> None:
 
 
 def total_traffic() -> Traffic:
-    """The running totals of this worker."""
-    return _job().membership.traffic
+    """The running totals of this worker until now."""
+    return _job().membership.total_traffic
 
 
 def look_for_job() -> None:
@@ -99,15 +103,19 @@ def shares_memory() -> bool:
     return _job().membership.host is not None
 
 
-@contextmanager
-def tagged(call: int) -> Iterator[None]:
+class Tagged:  # a generator would take 2 µs more in each backward pass
     """Let messages carry the number of a call: they wait for those of the same call only."""
-    membership = _job().membership
-    before, membership.tag = membership.tag, call
-    try:
-        yield
-    finally:
-        membership.tag = before
+
+    __slots__ = ("_before", "_call", "_own")
+
+    def __init__(self, call: int) -> None:
+        self._own, self._call = _job().membership.own, call
+
+    def __enter__(self) -> None:
+        self._before, self._own.tag = self._own.tag, self._call
+
+    def __exit__(self, *_: object) -> None:
+        self._own.tag = self._before
 
 
 def kept_in_job(function: F) -> F:
@@ -429,7 +437,7 @@ _current: _Job | None = None
 def _job() -> _Job:
     """The job of this process; a new one when `torch.distributed` was started anew."""
     global _current
-    default = dist.group.WORLD if is_distributed() else None
+    default = dist.group.WORLD if CAN_BE_DISTRIBUTED else None
     if _current is None or _current.default is not default:
         if _current is not None:
             _current.end()  # else its group lives on in cycles, and threads that wake up with it

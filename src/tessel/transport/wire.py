@@ -73,19 +73,20 @@ def swap(
     """
     given = {buffer.worker: as_bytes(packed(buffer.tensor)) for buffer in sends}
     asked = {buffer.worker: buffer.place.nbytes for buffer in receives}
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    parts = [given.get(worker, nothing) for worker in workers]
     takes = [asked.get(worker, 0) for worker in workers]
     if number is not None:
         # as long as the longest number, so that what follows can be viewed as any dtype
         mine = torch.tensor([number, 0], device="cpu").view(torch.uint8)
-        parts = [torch.cat([mine, part]) for part in parts]
+        given = {w: torch.cat([mine, given[w]]) if w in given else mine for w in workers}
         takes = [mine.numel() + size for size in takes]
-    full = [part for part in parts if part.numel()]
-    sent = full[0] if len(full) == 1 else torch.cat(parts)
+    gives = [given[worker].numel() if worker in given else 0 for worker in workers]
+    full = [given[worker] for worker, size in zip(workers, gives, strict=True) if size]
+    if len(full) == 1:
+        sent = full[0]
+    else:
+        sent = torch.cat(full) if full else torch.empty(0, dtype=torch.uint8, device=device)
     place = _only_place(receives) if number is None else None
     into = sent.new_empty(sum(takes)) if place is None else as_bytes(place)
-    gives = [part.numel() for part in parts]
     work: Any = dist.all_to_all_single(
         into, sent, takes, gives, group=handle, async_op=number is None
     )
@@ -121,25 +122,25 @@ def all_reduce(totals: Sequence[Tensor], handle: Any) -> Callable[[], None]:
     if len(numbers) == 1:
         alone: Any = dist.all_reduce(numbers[0], group=handle, async_op=True)
         return lambda: alone.wait()  # (its result says nothing)
-    with _one_launch(handle, numbers[0].device) as work:
-        for each in numbers:
-            dist.all_reduce(each, group=handle)
+    # in one launch, while the host goes on: what torch's coalescing manager calls in the end
+    options = distributed_c10d.AllreduceCoalescedOptions()
+    options.asyncOp = True
+    work: Any = handle.allreduce_coalesced(numbers, options)
     return lambda: work.wait()
 
 
 def all_gather(parts: Sequence[Tensor], handle: Any) -> tuple[list[Tensor], Callable[[], None]]:
     """Start to bring together contiguous tensors of GPUs, each in a row of its own; what waits."""
-    size = dist.get_world_size(handle)
+    size = handle.size()
     found = [each.new_empty((size, *each.shape)) for each in parts]
-    with _one_launch(handle, parts[0].device) as work:
-        for rows, part in zip(found, parts, strict=True):
-            dist.all_gather_into_tensor(rows, part, group=handle)
+    options = distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    # (since 2.13 by the first name)
+    name = "all_gather_single_coalesced"
+    start = getattr(handle, name, None) or handle.allgather_into_tensor_coalesced
+    # in one launch; Gloo, by which tests come here, wants rows one behind the other
+    work: Any = start([rows.flatten(0, 1) for rows in found], list(parts), options)
     return found, lambda: work.wait()
-
-
-def _one_launch(handle: Any, device: torch.device) -> Any:
-    """Let NCCL make the collectives of a block together, while the host goes on."""
-    return distributed_c10d._coalescing_manager(group=handle, device=device, async_ops=True)
 
 
 def share_over(handle: Any, item: Any) -> list[Any]:

@@ -15,20 +15,20 @@ from tessel.machine import keep_freed_memory
 from tessel.settings import warn_of_unknown, whole_number
 from tessel.transport.launchers import find_job, meet, own_interface
 
-_CAN_BE_DISTRIBUTED = dist.is_available()  # torch may have been built without it
+CAN_BE_DISTRIBUTED = dist.is_available()  # torch may have been built without it
 
 
 def is_distributed() -> bool:
     """Whether this process belongs to a `torch.distributed` job."""
-    return _CAN_BE_DISTRIBUTED and dist.group.WORLD is not None
+    return CAN_BE_DISTRIBUTED and dist.group.WORLD is not None
 
 
 def this_worker() -> int:
     """The number of this process among all workers of the job."""
     if torch.compiler.is_compiling():  # dynamo does not see that there is no group
-        return dist.get_rank() if _CAN_BE_DISTRIBUTED and dist.is_initialized() else 0
+        return dist.get_rank() if CAN_BE_DISTRIBUTED and dist.is_initialized() else 0
     # Every call asks several times: the group itself, as `dist.get_rank()` asks it four times over.
-    job = dist.group.WORLD if _CAN_BE_DISTRIBUTED else None
+    job = dist.group.WORLD if CAN_BE_DISTRIBUTED else None
     return 0 if job is None else job.rank()
 
 

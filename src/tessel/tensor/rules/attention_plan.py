@@ -25,6 +25,7 @@ from tessel.core.partition import Partition
 from tessel.tensor.block_sum import ROWS, BlockSchedule, Operand
 from tessel.tensor.rules.hosting import hosted, split_like
 from tessel.tensor.rules.products import planned
+from tessel.tensor.table import recut
 from tessel.transport import kept_in_job
 
 GATHERED = 1 << 16  # values of keys and values that go to all workers: one message is quicker
@@ -275,6 +276,12 @@ class AttentionPlanner:
             else:
                 there = _cut(each, dim, self.columns)
                 lie.append((there,))
+                if self.groups > 1 and number < 3:
+                    # workers whose queries share a head each have it, and get each block of it from
+                    # the next place: for the way, these are heads of their own
+                    heads = there.cuts[-3]
+                    own = boxes.consecutive(stop - start for start, stop in heads.intervals)
+                    there = recut(there, len(there.shape) - 3, Cut(heads.axes, own), own[-1][1])
                 taken = {axis for cut in there.cuts for axis in cut.axes}
                 shared = tuple(axis for axis in range(self.partition.dim) if axis not in taken)
                 operands.append(Operand(columns=dim, layout=replace(there, shared=shared)))

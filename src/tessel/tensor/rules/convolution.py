@@ -39,7 +39,7 @@ from tessel.tensor.table import (
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import made, opened
 from tessel.tensor.thin_volumes import in_order, order_for, turned, turned_back
-from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
+from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 
 Numbers = tuple[int, ...]
@@ -53,8 +53,8 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
     layout = args[0]._layout
     weight, bias = given.pop("weight"), given.pop("bias", None)
-    sizes = {key: hashable(value) for key, value in given.items()}
-    settings = settings_of(tuple(weight.shape), **sizes)
+    sizes = {k: tuple(each) if isinstance(each, list) else each for k, each in given.items()}
+    settings = settings_of(weight.shape, **sizes)
     shape = convolved(layout.shape, settings)
     return convolve_with(weight, bias, args[0], shape, convolve_parts, settings)
 
@@ -128,17 +128,15 @@ def convolve_with(
     if isinstance(weight, SpreadTensor) and not is_whole(weight._layout):
         plan = _blocks_planned(layout, weight._layout, shape, settings.groups, outputs_first)
     outputs = settings.channels.outputs
-    if bias is not None and tuple(bias.shape) != (outputs,):  # of which a worker may see a part
+    if bias is not None and bias.shape != (outputs,):  # of which a worker may see a part
         raise RuntimeError(
             f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
             f"{outputs} elements, but got bias of size {list(bias.shape)} instead"
         )
     if plan is None:
-        parameters = [
-            whole_part(each, layout) if isinstance(each, SpreadTensor) else each
-            for each in (weight, bias)
-        ]
-        return made(*convolve_parts(part, layout, *parameters, settings))
+        if isinstance(weight, SpreadTensor) or isinstance(bias, SpreadTensor):
+            weight, bias = whole_part(weight, layout), whole_part(bias, layout)
+        return made(*convolve_parts(part, layout, weight, bias, settings))
     if bias is None or plan.terms is plan.result:
         return summed(convolve_parts(part, layout, weight, bias, settings, plan)[0], plan)
     # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
@@ -176,6 +174,14 @@ class ConvolutionSettings:
     groups: int
 
     @cached_property
+    def _hash(self) -> int:
+        values = self.weight, self.stride, self.dilation, self.widths, self.mode, self.groups
+        return hash(values)
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: settings are keys in every call
+
+    @cached_property
     def num_dims(self) -> int:
         return len(self.stride)
 
@@ -198,6 +204,7 @@ def settings_of(
     mode: str = "zeros",
 ) -> ConvolutionSettings:
     """The settings that torch's arguments say, for a weight of this shape."""
+    weight = tuple(weight)
     D = len(weight) - 2
     dilations = tuple_of(dilation, D)
     if padding == "valid":

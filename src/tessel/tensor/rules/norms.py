@@ -19,7 +19,7 @@ from torch import Tensor
 from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.linop import record_map
+from tessel.core.linop import LinearOperator, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, replicate, replication, used_together
@@ -95,7 +95,7 @@ class Gathering:
         """How many values each place averages, for every statistic alike."""
         return tuple(map(boxes.volume, self.places))
 
-    @property
+    @cached_property
     def stays(self) -> bool:
         """Whether each worker has all of what it averages."""
         return len(self.places) == 1
@@ -113,7 +113,13 @@ class Gathering:
         shared = self.axes if self.is_shared else ()
         return Move(self._moments(apart), self._moments(Cut.whole(num), shared))
 
-    @property
+    @cached_property
+    def total(self) -> LinearOperator | None:
+        """The sum of two statistics over all workers; None where each has all of it."""
+        use = replication(self.statistics, self.axes)
+        return None if use is None else use.H
+
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes of the grid that split what is averaged."""
         return tuple(axis for dim in self.dims for axis in self.layout.cuts[dim].axes)
@@ -259,21 +265,22 @@ class Norm:
     def of(cls, name: str, x: Any, given: Settings, dims: range) -> Norm:
         """After torch said, of the whole tensor, what is wrong; parts are balanced then."""
         part, layout = opened(x)
-        changes = given.get("training", given.get("use_input_stats", False))
         running = given.get("running_mean"), given.get("running_var")
-        if changes and not all(map(is_whole, held_layouts(running))):
-            raise NotImplementedError(
-                "running statistics that are split cannot be changed in place; every worker needs "
-                "all of them, as plain tensors"
-            )
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors(running)):
             raise RuntimeError(f"{name} is not differentiable with respect to running statistics")
-        given = {key: whole_part(each, layout) for key, each in given.items()}
+        if any([isinstance(each, SpreadTensor) for each in given.values()]):
+            changes = given.get("training", given.get("use_input_stats", False))
+            if changes and not all(map(is_whole, held_layouts(running))):
+                raise NotImplementedError(
+                    "running statistics that are split cannot be changed in place; every worker "
+                    "needs all of them, as plain tensors"
+                )
+            given = {key: whole_part(each, layout) for key, each in given.items()}
         norm = cls(getattr(F, name), given, part, layout, dims)
         if not _is_alone(layout):
             check(name, norm.given, layout.shape, part, dims)
             balanced = layout.resized(layout.shape)
-            if balanced != layout:
+            if balanced is not layout:
                 norm.x, norm.layout = move(layout, balanced).apply(part), balanced
         return norm
 
@@ -311,8 +318,6 @@ class Norm:
     @torch.no_grad()
     def collect_running(self) -> None:
         """Learn the new statistics of other workers' channels."""
-        if _collecting(self.layout, (1,)) is None:
-            return
         mean, variance = self.running()
         assert mean is not None and variance is not None
         means, variances = _collected(mean, variance, self.layout, (1,))
@@ -339,10 +344,10 @@ def local_parameters(
     present = [each for each in (weight, bias) if each is not None]
     if not present:
         return None, None
-    box = layout.box()
-    assert box is not None
     several = used_together(present, layout, shared)  # their gradients take one exchange
-    if any(map(layout.is_split, dims)):
+    if any([layout.is_split(dim) for dim in dims]):
+        box = layout.box()
+        assert box is not None
         region = tuple(slice(*box[dim]) for dim in dims)
         several = [each[region] for each in several]
     found = iter(several)
@@ -350,10 +355,12 @@ def local_parameters(
 
 
 def local_running(mean: Tensor | None, var: Tensor | None, layout: Layout, dims: range) -> Pair:
-    """The running statistics of this worker's channels, as views."""
+    """The running statistics of this worker's channels, in their memory."""
+    (dim,) = dims
+    if not layout.is_split(dim):
+        return mean, var
     box = layout.box()
     assert box is not None
-    (dim,) = dims
     region = slice(*box[dim])
     return None if mean is None else mean[region], None if var is None else var[region]
 
@@ -459,7 +466,7 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return norm.result(
             normalize_by_running(norm.x, norm.running(), *norm.parameters(), given["eps"])
         )
-    gathering = Gathering.over(norm.layout, (0, *range(2, norm.x.dim())), is_shared=True)
+    gathering = _over_channels(norm.layout)
     if gathering.stays:  # each worker has all values of its channels: this is torch's own
         weight, bias = norm.parameters()
         if not norm.x.numel():
@@ -474,9 +481,15 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                     each.copy_(new)
     else:
         y = _normalize_over_parts(norm, gathering)
-    if norm.tracks:
+    if norm.tracks and norm.layout.is_split(1):
         norm.collect_running()
     return norm.result(y)
+
+
+@kept_in_job
+def _over_channels(layout: Layout) -> Gathering:
+    """Averages of each channel, over batch and space."""
+    return Gathering.over(layout, (0, *range(2, len(layout.shape))), is_shared=True)
 
 
 def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
@@ -493,10 +506,10 @@ def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
             update_running(running, mean, variance, sum(gathering.counts), momentum)
         return _normalized(x, mean, variance, weight, bias, eps, gathering)
 
-    use = replication(gathering.statistics, gathering.axes)
-    if use is None or not can_use_kernels(norm.x, *parameters, *running):
+    total = gathering.total
+    if total is None or not can_use_kernels(norm.x, *parameters, *running):
         return composed(norm.x, *parameters, track=norm.tracks)
-    kernels = BatchNorm(gathering.move, use.H, gathering.counts, eps, composed, running, momentum)
+    kernels = BatchNorm(gathering.move, total, gathering.counts, eps, composed, running, momentum)
     return normalize(kernels, norm.x, *parameters)
 
 
