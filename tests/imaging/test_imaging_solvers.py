@@ -1010,6 +1010,38 @@ def test_files_without_names_are_no_checkpoint(tmp_path: Path) -> None:
     assert files_in(tmp_path) == written
 
 
+@pytest.mark.parametrize(
+    "name", ["iteration-00000009", "iteration-00000002", ".iteration-00000001.0"]
+)
+def test_plain_files_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    """They are not read, and what is in the way of a generation is removed."""
+    (tmp_path / name).write_text("not a checkpoint")
+    want = few_steps(tmp_path)
+    assert want.iterations == 2
+    assert (tmp_path / "iteration-00000002" / ".metadata").exists()
+    for resume in (True, False):
+        keep = solvers.Checkpoint(tmp_path, resume=resume)
+        method = solvers.GradientDescent(Halving(), step=0.5)
+        x = solvers.solve(method, values(3), max_iterations=2, checkpoint=keep).x
+        assert torch.equal(x, want.x)
+
+
+def further_than_wanted(folder: str) -> str:
+    method = solvers.GradientDescent(Problem(layout_of(None)), step=0.3)
+    call = {"layout": layout_of(None), "checkpoint": solvers.Checkpoint(folder)}
+    solvers.solve(method, values(3), max_iterations=5, **call)
+    with pytest.raises(ValueError) as caught:
+        solvers.solve(method, values(3), max_iterations=3, **call)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_checkpoint_is_further_than_wanted(run: Run, tmp_path: Path, nprocs: int) -> None:
+    for text in run(further_than_wanted, str(tmp_path), nprocs=nprocs):
+        assert text.startswith("max_iterations=3, and the checkpoint in ")
+        assert "is of iteration 5; pass 5 or more" in text
+
+
 def test_tessel_and_torch_read_it(tmp_path: Path) -> None:
     """A generation is a checkpoint of torch.distributed.checkpoint, of whole tensors."""
     want = few_steps(tmp_path)

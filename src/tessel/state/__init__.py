@@ -9,6 +9,7 @@ from tessel.state.checkpoint import OptimizerState as OptimizerState
 from tessel.state.checkpoint import Part as Part
 from tessel.state.clip import clip_grad_norm_ as clip_grad_norm_
 from tessel.state.folders import read_parts as read_parts
+from tessel.state.folders import remove as remove
 from tessel.state.folders import stored_in as stored_in
 from tessel.state.folders import whole_folder as whole_folder
 from tessel.state.folders import write_parts as write_parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,14 @@ from tessel.state.tensor_file import commit
 from tessel.transport import this_worker
 
 Keys = tuple[str, ...]  # of a value in dicts of dicts
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or whatever else has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @contextmanager
@@ -83,7 +91,9 @@ def whole_folder(
                     if old.exists():
                         os.rename(old, folder)
                     raise
-                shutil.rmtree(old, ignore_errors=True)
+                if old.exists():
+                    with suppress(OSError):  # what was there before only takes room
+                        remove(old)
     finally:
         # Unless it has got its name. Only by its first worker: while that one names it, another
         # may have been interrupted, and would remove files of what is complete.

@@ -150,9 +150,8 @@ def of_values(value: Any) -> Any:
 
 def pulled_back(function: Operator, grad: Any, *operands: Any) -> Any:
     """The gradients of operands, as the graph of a function's rule has them."""
-    if not any(isinstance(each, Tensor) for each in operands):  # then the function has no rule
-        partition = next(spread_among(grad))._layout.partition
-        operands = (as_spread(operands[0], partition), *operands[1:])
+    if isinstance(grad, Tensor) and not held_layouts(operands):  # then the function has no rule
+        operands = (as_spread(operands[0], grad._layout.partition), *operands[1:])
     parts = (each._part for each in spread_among(grad, *operands))
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, parts)):
         layouts = held_layouts(grad, *operands)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch._C import _functorch as functorch
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from tessel.tensor import attributes
 from tessel.tensor.aten import ELEMENTWISE, OPERATORS, below_autograd, of_values
@@ -71,6 +73,14 @@ from tessel.tensor.tensor import _FRIENDS, Tensor, converters, move
 
 def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call a torch function on spread tensors by its rule."""
+    if torch._C._are_functorch_transforms_active() and any(
+        map(_holds_spread, tensors(args, kwargs))
+    ):
+        # Beside one that a transform of torch.func has wrapped, and that is no plain tensor: torch
+        # takes it out, and asks `below`, as it does where there is no other.
+        args, kwargs = mapped(_constant, args), mapped(_constant, kwargs)
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     try:
         name, rule = FOUND[func]
     except KeyError:
@@ -78,6 +88,32 @@ def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
         rule = rule_of(name)
         FOUND[func] = name, rule
     return rule(name, func, args, kwargs)
+
+
+def _holds_spread(x: torch.Tensor) -> bool:
+    """Whether a tensor inside of a transform stands for a spread one."""
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return False
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return isinstance(x, Tensor)
+
+
+def _constant(value: Any) -> Any:
+    """A spread tensor that a transform does not derive by, without wrappers around its part."""
+    if not isinstance(value, Tensor):
+        return value
+    part = value._part
+    while functorch.is_functorch_wrapped_tensor(part):
+        if not functorch.is_gradtrackingtensor(part) or _has_derivative(part):
+            why = "of two spread tensors the parts of one and the whole of the other belong to a "
+            raise unsupported("a function", f"{why}transform of torch.func", value._layout)
+        part = functorch.get_unwrapped(part)
+    return value if part is value._part else made(part, value._layout)
+
+
+def _has_derivative(x: torch.Tensor) -> bool:
+    return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def name_of(func: Any) -> str:

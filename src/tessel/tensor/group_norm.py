@@ -92,7 +92,9 @@ class GroupNorm(KernelNorm):
 
     def _of_rows(self, statistic: Tensor) -> Tensor:
         """One number for each channel of each sample from those of groups."""
-        return statistic.unsqueeze(-1).expand(*statistic.shape, self.size).reshape(-1)
+        # Of one group alone `reshape` gives a view of one number, and the kernel for parts with one
+        # place reads on behind it.
+        return statistic.unsqueeze(-1).expand(*statistic.shape, self.size).reshape(-1).contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

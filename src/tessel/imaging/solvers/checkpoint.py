@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from torch import Tensor
 from tessel.core import Layout, Shape, checksum_of, tell
 from tessel.encoding import decode, encodable, encode
 from tessel.imaging.solvers.method import History, Method, Space, Values, check_count
-from tessel.state import Part, read_parts, stored_in, together, whole_folder, write_parts
+from tessel.state import Part, read_parts, remove, stored_in, together, whole_folder, write_parts
 from tessel.transport import this_worker
 
 _CALL = "solvers.Checkpoint"
@@ -141,7 +140,7 @@ class Checkpoint:
                 kept = {iteration, max((k for k in known if k < iteration), default=iteration)}
                 interrupted = folder.parent.glob(".iteration-*.*")
                 for path in (*map(self._generation, known - kept), *interrupted):
-                    shutil.rmtree(path)
+                    remove(path)
 
     def read(self, method: Method, start: Values, space: Space) -> tuple[Values, int, History]:
         """What all workers wrote last: values, iteration and history; else those of a start.
@@ -243,8 +242,8 @@ class Checkpoint:
 
     def _seen(self) -> set[int]:
         """The iterations of which this worker sees a generation."""
-        names = (_NAME.fullmatch(path.name) for path in Path(self.folder).glob("iteration-*"))
-        return {int(match[1]) for match in names if match}
+        paths = {_NAME.fullmatch(each.name): each for each in Path(self.folder).glob("iteration-*")}
+        return {int(match[1]) for match, path in paths.items() if match and path.is_dir()}
 
     def _generation(self, iteration: int) -> Path:
         return Path(self.folder) / f"iteration-{iteration:08d}"

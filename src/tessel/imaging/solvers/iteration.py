@@ -135,6 +135,11 @@ def solve(
         values, done, history = method.begin(x, space), 0, History()
         if checkpoint is not None:
             values, done, history = checkpoint.read(method, values, space)
+            if done > max_iterations:
+                raise ValueError(
+                    f"max_iterations={max_iterations}, and the checkpoint in {checkpoint.folder} "
+                    f"is of iteration {done}; pass {done} or more, resume=False, or another folder"
+                )
         # A metric that is new in a run that resumes begins now: criteria may ask for its numbers.
         is_known = measures.keys() <= history.keys()
         reason = _reason(criteria, history, space) if is_known else None

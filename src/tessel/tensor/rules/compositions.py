@@ -193,11 +193,12 @@ def cov(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if given.get("fweights") is not None or given.get("aweights") is not None:
         raise unsupported(name, "weights are not supported", x._layout)
     func(x._part.new_empty([1] * x.dim()))  # torch's own errors
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     rows = x.reshape(1, -1) if x.dim() < 2 else x
     offsets = rows - rows.mean(1, True)
     conjugate = offsets.conj() if x.is_complex() else offsets
     found = offsets @ conjugate.mT / max(0, rows.shape[1] - given.get("correction", 1))
-    return found if x.dim() == 2 else found.reshape(())
+    return found if rows.shape[0] != 1 else found.reshape(())  # one variance, as torch has it
 
 
 @rule("corrcoef")
@@ -207,7 +208,7 @@ def corrcoef(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if x.is_complex():
         raise unsupported(name, "complex numbers are not supported", x._layout)
     covariances = torch.cov(x)
-    if x.dim() < 2:
+    if not covariances.dim():
         return covariances / covariances
     deviations = covariances.diagonal().sqrt()
     return (covariances / deviations[:, None] / deviations).clip(-1, 1)
@@ -309,9 +310,10 @@ def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) 
 @rule("max_unpool1d", "max_unpool2d", "max_unpool3d")
 def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values go to places anywhere in an image, which is whole for that; others need not be."""
-    given = named(
-        args, kwargs, indices=None, kernel_size=1, stride=None, padding=0, output_size=None
-    )
+    names = ["kernel_size", "stride", "padding", "output_size"]
+    if func is not getattr(F, name):  # torch's own, which that calls with a plain input
+        names = ["output_size", "stride", "padding"]
+    given = named(args, kwargs, **dict.fromkeys(["indices", *names]))
     x, indices, D = args[0], given.pop("indices"), int(name[-2])
     layout = x._layout
     space = tuple(range(len(layout.shape) - D, len(layout.shape)))
@@ -322,7 +324,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         )
     there = hosted(layout, space)
     if given["output_size"] is None:  # that of an image whose pool has the size of the input
-        kernel, pads = tuple_of(given["kernel_size"], D), tuple_of(given["padding"], D)
+        kernel, pads = tuple_of(given["kernel_size"], D), tuple_of(given["padding"] or 0, D)
         steps = kernel if given["stride"] is None else tuple_of(given["stride"], D)
         sizes = zip(layout.shape[-D:], steps, pads, kernel, strict=True)
         size = tuple((n - 1) * step - 2 * pad + length for n, step, pad, length in sizes)
@@ -332,7 +334,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if holds_anywhere((indices < 0) | (indices >= prod(size))):
         raise ValueError(f"`{name}`: an index is outside of an output of size {size}")
     places = moved(as_spread(indices, layout.partition), there)
-    given["output_size"] = size
+    given = {key: each for key, each in given.items() if each is not None} | {"output_size": size}
     part, target = moved(x, there), reshaped_along(there, shape, space)
     y = func(part, places, **given) if part.numel() else anchored_zeros(target.local_shape, part)
     return made(y, target).move_to(split_like(layout, shape))

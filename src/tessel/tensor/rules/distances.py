@@ -20,13 +20,19 @@ def cosine_similarity(name: str, func: Any, args: Arguments, kwargs: Settings) -
     dim, eps = argument(args, kwargs, 2, "dim", 1), argument(args, kwargs, 3, "eps", 1e-8)
     ndim = max(x.dim(), y.dim())
     dim = dim % ndim - ndim  # from the last, where the shorter one is broadcast
-    return (_unit(x, dim, eps) * _unit(y, dim, eps)).sum(dim)
+    length = torch.broadcast_shapes(x.shape, y.shape)[dim]
+    return (_unit(x, dim, length, eps) * _unit(y, dim, length, eps)).sum(dim)
 
 
-def _unit(x: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
-    """Vectors of length one. Torch bounds their lengths from below behind autograd's back."""
+def _unit(x: torch.Tensor, dim: int, size: int, eps: float) -> torch.Tensor:
+    """Vectors of `size` numbers, of length one.
+
+    Torch bounds their lengths from below behind autograd's back.
+    """
     if x.dim() < -dim:
         x = x.reshape(*[1] * (-dim - x.dim()), *x.shape)
+    if x.shape[dim] != size:  # one number that is broadcast counts as often as it is there
+        x = x.expand([size if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
     length = torch.linalg.vector_norm(x, 2, dim, True)
     return x / torch.where(length < eps, length - length.detach() + eps, length)
 

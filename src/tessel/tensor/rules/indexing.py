@@ -570,13 +570,14 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
         else each
         for dim, each in enumerate(items)
     )
-    # numbers beside tensors of indices are such tensors, too
-    picked = [dim for dim, each in enumerate(items) if not isinstance(each, tuple)]
+    # Torch takes what is at numbers first: tensors before and behind one are neighbours.
+    left = [each for each in items if not isinstance(each, int)]
+    picked = [k for k, each in enumerate(left) if isinstance(each, torch.Tensor)]
     shape = torch.broadcast_shapes(*(e.shape for e in items if isinstance(e, torch.Tensor)))
     kept = [
         (len(range(*each)), Cut.whole(len(range(*each))) if dim in named else there.cuts[dim])
         for dim, each in enumerate(items)
-        if dim not in picked
+        if isinstance(each, tuple)
     ]
     neighbours = picked == list(range(picked[0], picked[-1] + 1))
     at = picked[0] if neighbours else 0
@@ -754,6 +755,7 @@ def take_along_dim(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
     if dim is None:
         return x.reshape(-1).gather(0, index.reshape(-1))
     (dim,) = dims_of(dim, x._layout)
+    index = torch.where(index < 0, index + x.shape[dim], index)  # from the end, unlike `gather`
     # along the dimension both keep their lengths, else they have those of both
     rest = [[1 if d == dim else n for d, n in enumerate(each.shape)] for each in (x, index)]
     lengths = list(torch.broadcast_shapes(*rest))

@@ -165,7 +165,7 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not any(layout.is_split(dim) for dim in touched):
         part = moved(x, layout)
         target = reshaped_along(layout, shape, touched)
-        if 0 in part.shape and 0 not in layout.shape:  # torch refuses it, in some modes
+        if 0 in target.local_shape:  # torch refuses it, in some modes
             return made(anchored_zeros(target.local_shape, part), target)
         return made(func(part, *args[1:], **kwargs), target)
     mode = given.get("mode", "constant")

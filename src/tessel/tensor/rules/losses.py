@@ -339,6 +339,8 @@ def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         # as rows that end with zeros, so that samples can be split
         rows = targets.split(lengths[1].tolist())
         targets = torch.nn.utils.rnn.pad_sequence(list(rows), True)
+    if not held_layouts(x, targets):  # but lengths are, of which all workers have all now
+        x = as_spread(x, next(spread_among(args, kwargs))._layout.partition)
     _check_times(given["blank"], x, targets, *lengths)
     settings = {key: given[key] for key in ("blank", "zero_infinity")} | {"reduction": "none"}
     operands = x, targets, *lengths
@@ -392,12 +394,13 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     classes. Classes that are split are gathered if they are few; else they stay where they are.
     """
     given = arguments_of(name, func, args, kwargs)
+    first = next(spread_among(*(given[key] for key in ("input", "target", "weight"))))
     given["weight"] = weight = whole_of(given["weight"])
     dim = 0 if given["input"].dim() == 1 else 1
     dtype = loss_dtype(func, kinds_of(given), torch.is_autocast_enabled(given["input"].device.type))
     reduction = _reduction_of(given)
     target = given.pop("target")
-    x = _beside(given.pop("input"), target, dim)
+    x = _beside(as_spread(given.pop("input"), first._layout.partition), target, dim)
     layout = x._layout
     is_probable = name == "cross_entropy" and x.shape == target.shape
     if not is_probable:
@@ -475,9 +478,8 @@ def _of_split_scores(
     return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
 
 
-def _beside(x: torch.Tensor, target: torch.Tensor, dim: int) -> Tensor:
-    """The input as a spread tensor; one that all workers have whole lies as the target does."""
-    x = as_spread(x, next(spread_among(x, target))._layout.partition)
+def _beside(x: Tensor, target: torch.Tensor, dim: int) -> Tensor:
+    """The input; one that all workers have whole lies as the target does."""
     if not isinstance(target, Tensor) or not is_whole(x._layout) or is_whole(target._layout):
         return x
     if target.dim() == x.dim():
@@ -498,10 +500,15 @@ def of_rows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     least = -1 if name == "multilabel_margin_loss" else 0
     if holds_anywhere((target < least) | (target >= x.shape[-1])):
         raise RuntimeError(f"{name}: target out of range, of {x.shape[-1]} classes")
+    if not held_layouts(x, target):  # but a weight is
+        x = as_spread(x, weight._layout.partition)
+    # the target of one sample is a number, or a row of one
+    target = target if least else target.reshape(x.shape[:-1])
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("the derivative for 'weight' is not implemented")  # as torch does
     operands = [x, target] if weight is None else [x, target, whole_of(weight)]
     row = "n" * (x.dim() - 1)
-    labels = row + "c" if least else "n" * target.dim()
-    letters = (row + "c", labels, "c")[: len(operands)]
+    letters = (row + "c", row + "c" if least else row, "c")[: len(operands)]
 
     def compute(x: torch.Tensor, y: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         weights = {"weight": rest[0]} if rest else {}

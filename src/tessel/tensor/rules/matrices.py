@@ -22,6 +22,7 @@ from tessel.tensor.table import (
     of_cuts,
     outlines,
     rule,
+    tensors,
     unsupported,
 )
 
@@ -37,6 +38,8 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     last = len(layout.shape) - 2
     if last < 1 and not is_whole(layout):
         raise unsupported(name, "it has no rule for tensors that are split", layout)
+    if [*tensors(args[1:], kwargs)]:  # of a number for each matrix others would need other parts
+        raise unsupported(name, "tolerances that are tensors are not supported", layout)
     whole = outlines(func, args, kwargs)  # torch's own error
     there = hosted(layout, (last, last + 1))
     part = moved(x, there)
@@ -46,7 +49,7 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         of_cuts(there.partition, shape, (*there.cuts[:last], *map(Cut.whole, shape[last:])))
         for shape in (tuple(each.shape) for each in members)
     ]
-    if part.numel():
+    if part.numel() or 0 in layout.shape[last:]:  # matrices without entries have determinants, too
         result = func(part, *args[1:], **kwargs)
     else:  # not all functions have derivatives for no matrices
         found = [

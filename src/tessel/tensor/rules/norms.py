@@ -36,6 +36,7 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     rule,
+    tensors,
     whole_part,
     widened,
 )
@@ -264,9 +265,11 @@ class Norm:
     def of(cls, name: str, x: Any, given: Settings, dims: range) -> Norm:
         """After torch said, of the whole tensor, what is wrong; parts are balanced then."""
         part, layout = opened(x)
+        running = given.get("running_mean"), given.get("running_var")
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors(running)):
+            raise RuntimeError(f"{name} is not differentiable with respect to running statistics")
         if any([isinstance(each, SpreadTensor) for each in given.values()]):
             changes = given.get("training", given.get("use_input_stats", False))
-            running = given.get("running_mean"), given.get("running_var")
             if changes and not all(map(is_whole, held_layouts(running))):
                 raise NotImplementedError(
                     "running statistics that are split cannot be changed in place; every worker "
@@ -402,6 +405,10 @@ def _check(
         }
         with torch.no_grad():
             getattr(F, name)(torch.ones(lengths, dtype=dtype, device=where), **given)
+    if (given["eps"] or 0) < 0:  # which the kernel that all of them end in refuses
+        raise ValueError(
+            f"{name} over several workers: eps must not be negative, got {given['eps']}"
+        )
     if not dtype.is_floating_point:
         raise NotImplementedError(
             f"{name} over several workers takes real numbers, got {dtype}; "

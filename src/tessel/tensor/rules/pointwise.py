@@ -109,6 +109,8 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         goes_back = name in _AUGMENTED and may_go_back(first)
         if not goes_back:
             check_change(name, first, layouts)
+        for each in tensors(args[1:], kwargs):
+            _check_fits(first._layout.shape, each)
         others = [fitted(each, first._layout) for each in args[1:]]
         settings = {key: fitted(each, first._layout) for key, each in kwargs.items()}
         func(first._part, *others, **settings)
@@ -138,6 +140,19 @@ OF_ELEMENTS = "operator of elements"  # no name of a function: an operator may h
 def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """An operator that code which bypasses torch's functions calls, and torch tags as pointwise."""
     return pointwise(name, func, args, kwargs)
+
+
+def _check_fits(shape: Shape, operand: torch.Tensor) -> None:
+    """Raise, as torch does, if a change in place by an operand would make a tensor longer."""
+    other = operand._layout.shape if isinstance(operand, Tensor) else tuple(operand.shape)
+    pairs = zip(reversed(other), reversed(shape), strict=False)
+    if len(other) > len(shape) or any(n not in (1, m) for n, m in pairs):
+        whole = torch.broadcast_shapes(
+            shape, other
+        )  # torch's own error, if these do not fit at all
+        raise RuntimeError(
+            f"output with shape {list(shape)} doesn't match the broadcast shape {list(whole)}"
+        )
 
 
 def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
@@ -253,7 +268,8 @@ def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """With a slope for all channels, or for each."""
     weight = kwargs["weight"] if len(args) == 1 else args[1]
     if not all(map(is_whole, held_layouts(weight))):
-        slopes = weight.reshape(-1, *[1] * (args[0].dim() - 2)) if weight.numel() > 1 else weight
+        ones = [1] * (args[0].dim() - 2)
+        slopes = weight.reshape((-1, *ones) if weight.numel() > 1 else ())
         return torch.where(args[0] >= 0, args[0], slopes * args[0])
     (x, layout), weight = opened(args[0]), parts(weight)
     if weight.numel() > 1:

@@ -210,7 +210,7 @@ class AveragePool(Pool):
         divisor_override: int | None = None,
     ) -> AveragePool:
         """That of torch's arguments."""
-        stride = kernel_size if stride is None or stride == [] else stride
+        stride = kernel_size if stride is None or stride in ([], ()) else stride
         sizes = hashable(kernel_size), hashable(stride), 1, hashable(padding)
         return cls(_windows(num_dims, *sizes), ceil_mode, count_include_pad, divisor_override)
 
@@ -295,7 +295,7 @@ class MaximumPool(Pool):
         return_indices: bool = False,
     ) -> MaximumPool:
         """That of torch's arguments."""
-        stride = kernel_size if stride is None or stride == [] else stride
+        stride = kernel_size if stride is None or stride in ([], ()) else stride
         sizes = map(hashable, (kernel_size, stride, dilation, padding))
         return cls(_windows(num_dims, *sizes), ceil_mode, return_indices)
 

@@ -33,6 +33,7 @@ from tessel.tensor.table import (
     made,
     moved,
     of_dim,
+    outlines,
     parts,
     rule,
     unsupported,
@@ -307,6 +308,9 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     }
     found = product[name](a, b) if name in product else torch.einsum("bij,bjk->ik", a, b)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if not (found.is_floating_point() or found.is_complex()):
+        outlines(func, args, kwargs)  # torch's own error, in some of these functions
+        beta, alpha = int(beta), int(alpha)  # as those do that raise none
     found = found if alpha == 1 else alpha * found
     return found if beta == 0 else found + (x if beta == 1 else beta * x)
 

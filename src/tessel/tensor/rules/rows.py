@@ -27,6 +27,7 @@ from tessel.tensor.table import (
     of_cuts,
     outlining,
     recut,
+    sliced,
 )
 from tessel.tensor.tensor import Tensor, open_part
 from tessel.transport import kept_in_job
@@ -236,7 +237,8 @@ def written_rows(
         whole = whole % max(1, length)
         mine = ((whole >= start) & (whole < stop)).nonzero().squeeze(1)
         if given is None:
-            return write(x, whole[mine] - start, values)
+            number = sliced(values, layout) if isinstance(values, torch.Tensor) else values
+            return write(x, whole[mine] - start, number)
         # whole along the axes that split the rows, a copy for each worker of its own
         there = recut(layout, dim, Cut.whole(given.shape[dim]), given.shape[dim])
         return write(x, whole[mine] - start, moved(given, there).index_select(dim, mine))

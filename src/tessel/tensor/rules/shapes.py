@@ -370,7 +370,11 @@ def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A new last dimension, which is whole."""
     x, layout = opened(args[0])
-    return note_view(made(func(x), with_whole(layout, len(layout.shape), 2)), args[0])
+    y = func(x)
+    # torch's derivative needs a gradient whose last stride is 1. `contiguous` leaves the strides of
+    # one without values as they are, and this worker alone would raise.
+    y = y if x.numel() else y.view(-1).view(y.shape)
+    return note_view(made(y, with_whole(layout, len(layout.shape), 2)), args[0])
 
 
 @rule("view_as_complex")
