@@ -67,6 +67,7 @@ KEPT: dict[str, Function] = {
     "without rows": lambda x: x[:0].view(0, x.shape[1], 5, 2).flatten(1).view(0, x.shape[1] * 2, 5),
     "unflatten": lambda x: x.unflatten(2, (2, 5)),
     "expand": lambda x: x.unsqueeze(0).expand(3, -1, -1, -1) + x.expand_as(x[None]),
+    "expand a plain one": lambda x: torch.ones(1, 1, 10).double().expand_as(x),
     "repeat": lambda x: x.repeat(2, 1, 3) + torch.tile(x, (2, 1, 3)),
     "index": lambda x: x[..., 2:5][1:3, :, None, 1],
     "index behind": lambda x: x[0, :, -1],

@@ -597,6 +597,11 @@ def test_exchanges_of_one_number_are_told_apart(run: Any, nprocs: int) -> None:
 
 # --- exchanges that are made again
 
+repeats_exchanges = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="torch does not show the engine where a tensor lies",
+)
+
 
 def with_tensors_of_each_kind() -> list[str]:
     """What lies in memory as it is, and moves without a derivative, is repeated; nothing else."""
@@ -655,6 +660,7 @@ def with_tensors_of_each_kind() -> list[str]:
     return wrong
 
 
+@repeats_exchanges
 def test_what_is_repeated(run: Run) -> None:
     assert run(with_tensors_of_each_kind, nprocs=2) == [[]] * 2
 
@@ -681,6 +687,7 @@ def freed_and_forked() -> list[bool]:
     return [*found, stage() is None]
 
 
+@repeats_exchanges
 def test_what_repeats_is_freed_and_belongs_to_its_process(run: Run) -> None:
     assert run(freed_and_forked, nprocs=2) == [[True] * 5] * 2
 

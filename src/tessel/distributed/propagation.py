@@ -241,6 +241,7 @@ def is_own(x: Tensor) -> bool:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # its own, and this
 
 
+@_rule(_OF_SEVERAL, "expand_as")  # of a plain tensor, what a product with the other's ones is
 def _pointwise(call: TorchCall, result: Tensor) -> State:
     """Shardings count from the last dimension, as broadcasting does."""
     found: Sharding | None = None
@@ -285,7 +286,7 @@ def _loaded(call: TorchCall, result: Tensor) -> State:
     return old or given
 
 
-@_rule(_RULES, "expand", "expand_as", "broadcast_to")
+@_rule(_RULES, "expand", "broadcast_to")
 def _expand(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     """The lengths that are given are those of this worker."""
     dim = sharding.dim + result.ndim - len(shape)

@@ -37,7 +37,7 @@ EACH = "_foreach_"
 OF_LISTS = (EACH, "_fused_", "_amp_")
 
 # what takes nothing but the shape or the dtype of its second argument
-_LIKE_ANOTHER = frozenset(("to", "type_as", "view_as", "reshape_as", "expand_as"))
+_LIKE_ANOTHER = frozenset(("to", "type_as", "view_as", "reshape_as"))
 
 
 @dataclass(frozen=True)
