@@ -68,7 +68,7 @@ from tessel.tensor.table import (
     tensors,
     unsupported,
 )
-from tessel.tensor.tensor import _FRIENDS, Tensor, converters, move
+from tessel.tensor.tensor import FRIENDS, Tensor, converters, move
 
 
 def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -105,15 +105,15 @@ def _constant(value: Any) -> Any:
         return value
     part = value._part
     while functorch.is_functorch_wrapped_tensor(part):
-        if not functorch.is_gradtrackingtensor(part) or _has_derivative(part):
+        if (
+            not functorch.is_gradtrackingtensor(part)
+            or part.requires_grad
+            or forward_ad.unpack_dual(part).tangent is not None
+        ):
             why = "of two spread tensors the parts of one and the whole of the other belong to a "
             raise unsupported("a function", f"{why}transform of torch.func", value._layout)
         part = functorch.get_unwrapped(part)
     return value if part is value._part else made(part, value._layout)
-
-
-def _has_derivative(x: torch.Tensor) -> bool:
-    return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def name_of(func: Any) -> str:
@@ -380,7 +380,7 @@ def _needs_summing(values: Iterable[Any]) -> bool:
     return False
 
 
-_LEAVES = frozenset((*_NUMBERS, *_FRIENDS, torch.Size))
+_LEAVES = frozenset((*_NUMBERS, *FRIENDS, torch.Size))
 
 
 def _summed(value: Any) -> Any:

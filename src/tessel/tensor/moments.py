@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn._reduction import get_enum
 
 from tessel.core.context import is_compiling
 from tessel.core.linop import in_transform
@@ -18,7 +18,6 @@ except ImportError:  # nobody compiled it
     loops = None  # type: ignore[assignment]
 
 Pair = tuple[Tensor | None, Tensor | None]
-_NO_REDUCTION = get_enum("none")
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,8 +65,7 @@ def mean_square(x: Tensor, centre: Tensor) -> Tensor:
     Its gradient is one pass over `x` and keeps nothing else.
     """
     target = centre.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
-    # what F.mse_loss calls when it has compared and broadcast shapes, which are alike here
-    squares: Tensor = torch._C._nn.mse_loss(x, target, _NO_REDUCTION)  # type: ignore[arg-type]
+    squares = F.mse_loss(x, target, reduction="none")
     return squares.sum(_all_but_second(x)) / max(1, _count(x))
 
 
@@ -93,13 +91,11 @@ def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, 
     return mean, variance
 
 
+@torch.no_grad()
 def update_running(
     running: Pair, mean: Tensor, variance: Tensor, count: int, momentum: float
 ) -> None:
     """Running statistics take in those of so many values; the new ones count `momentum`."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return update_running(running, mean, variance, count, momentum)
     unbiased = momentum * count / (count - 1)
     for each, new, much in zip(running, (mean, variance), (momentum, unbiased), strict=True):
         assert each is not None

@@ -36,7 +36,7 @@ from tessel.transport import group_of, kept_in_job, num_workers, this_worker
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
-_FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
+FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
 
 # other kinds that know how they lie, and what makes them spread tensors on a partition; on none,
 # after an agreement, on one of their own
@@ -111,7 +111,7 @@ class Tensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for each in types:
-            if each is not Tensor and each not in _FRIENDS and not issubclass(each, Tensor):
+            if each is not Tensor and each not in FRIENDS and not issubclass(each, Tensor):
                 return Tensor.beside(func, types, args, kwargs or {})
         return Tensor.above(func, args, kwargs or {})
 

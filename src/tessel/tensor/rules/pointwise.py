@@ -147,9 +147,7 @@ def _check_fits(shape: Shape, operand: torch.Tensor) -> None:
     other = operand._layout.shape if isinstance(operand, Tensor) else tuple(operand.shape)
     pairs = zip(reversed(other), reversed(shape), strict=False)
     if len(other) > len(shape) or any(n not in (1, m) for n, m in pairs):
-        whole = torch.broadcast_shapes(
-            shape, other
-        )  # torch's own error, if these do not fit at all
+        whole = torch.broadcast_shapes(shape, other)  # torch's own error, if none of them fits
         raise RuntimeError(
             f"output with shape {list(shape)} doesn't match the broadcast shape {list(whole)}"
         )
