@@ -7,6 +7,7 @@ draws is the same on any number of workers, however its input is split.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -96,6 +97,30 @@ class Unpooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y, places = self.pool(self.conv(x))
         return self.conv(self.unpool(torch.tanh(y), places, output_size=x.shape))
+
+
+class Neighbouring(nn.Module):
+    """Attention of each place to a window around it, whose keys and values come by a halo."""
+
+    def __init__(self, by_views: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by_views = by_views
+        self.inputs, self.output = nn.Conv2d(3, 12, 1), nn.Conv2d(4, 3, 1)
+        self.offsets = nn.Parameter(torch.randn(2, 9, 1, 1))
+        self.double()
+
+    def windows(self, x: Tensor) -> Tensor:  # (batch, heads, channels of a head, 9, height, width)
+        if self.by_views:
+            found = F.pad(x, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1).flatten(4)
+            return found.movedim(4, 2).unflatten(1, (2, 2))
+        return F.unfold(x, 3, padding=1).view(len(x), 2, 2, 9, *x.shape[2:])
+
+    def forward(self, x: Tensor) -> Any:
+        query, key, value = self.inputs(x).chunk(3, 1)
+        near = (query.unflatten(1, (2, 2)).unsqueeze(3) * self.windows(key)).sum(2) + self.offsets
+        found = (near.softmax(2).unsqueeze(2) * self.windows(value)).sum(3)
+        return self.output(found.flatten(1, 2))
 
 
 class Words(nn.Module):
@@ -253,6 +278,8 @@ def check_kinds() -> None:
     x = values((2, 3, 7, 6), 1)
     for model in (Quantized(True), Quantized(False), Averaged(), Averaged().eval()):
         check_model(model, x, where=line(2), fallback="raise")
+    for axis, by_views in product((2, 3), (True, False)):
+        check_model(Neighbouring(by_views), x, where=line(axis), fallback="raise")
     for dims in (1, 2, 3):
         picture = values((2, 3, *(9, 6, 4)[:dims]), 1)
         check_model(Unpooled(dims), picture, where=line(2, dims + 2), fallback="raise")
