@@ -25,6 +25,7 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
+from tessel.tensor.pointwise_convolution import convolve_pointwise
 from tessel.tensor.rules.products import Contraction, bias_of, operand, summed
 from tessel.tensor.rules.products import planned as planned_product
 from tessel.tensor.table import (
@@ -188,6 +189,11 @@ class ConvolutionSettings:
     @cached_property
     def channels(self) -> Groups:
         return Groups(self.groups, self.weight[1] * self.groups, self.weight[0])
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """Whether a line or an image is convolved with kernels of one value, in one group."""
+        return self.num_dims < 3 and prod(self.weight[2:]) == 1 and self.groups == 1
 
     def windows(self, before: Numbers) -> tuple[Window, ...]:
         each = zip(self.weight[2:], self.stride, self.dilation, before, strict=True)
@@ -433,6 +439,8 @@ def _convolved(
     groups = settings.groups if groups is None else groups
     numbers: tuple[Numbers, ...] = (settings.stride, padding, settings.dilation)
     convolve: Any = _CONVOLUTIONS[settings.num_dims - 1]
+    if settings.is_pointwise and x.device.type == "cpu" and not any(padding):
+        return convolve_pointwise(convolve, x, weight, bias, settings.stride)
     order = order_for(x, groups) if settings.num_dims == 3 else None
     y: Tensor
     if order is None:
