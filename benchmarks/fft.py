@@ -19,7 +19,6 @@ Without --all each length, dtype and grid is there, but not each with each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +41,9 @@ DTYPES = {
 }
 GRIDS = {"slab 2×1×1": (2, 1, 1), "slab 4×1×1": (4, 1, 1), "pencil 2×2×1": (2, 2, 1)}
 WAVE = (1, 2, 3)  # its frequencies
+# calls after which small parts have their library, in which slower ones take their turns, too; and
+# the most values of a small part, or a little less: all workers make as many calls
+CHOOSING, LARGEST = 50, 2**22
 TOLERANCES = {torch.complex64: 1e-5, torch.complex128: 1e-12}  # of the largest coefficient
 
 
@@ -85,20 +87,9 @@ def by_tessel(settings: Settings) -> Callable[[], object]:
     def step() -> Tensor:
         return F * x
 
+    for _ in range(CHOOSING * (settings["length"] ** 3 <= LARGEST * tessel.world().size)):
+        step()
     return step
-
-
-def by_tessel_and_torch(settings: Settings) -> Callable[[], object]:
-    step = by_tessel(settings)
-
-    def by_torch_alone() -> object:
-        os.environ["TESSEL_FFT"] = "torch"
-        try:
-            return step()
-        finally:
-            del os.environ["TESSEL_FFT"]
-
-    return by_torch_alone
 
 
 def by_torch(settings: Settings) -> Callable[[], object]:
@@ -142,7 +133,7 @@ def claim(every: bool) -> Claim:
         cases(every),
         [
             OnWorkers("Tessel", by_tessel, split=True),
-            OnWorkers(OWN, by_tessel_and_torch),
+            OnWorkers(OWN, by_tessel, environment={"TESSEL_FFT": "torch"}),
             UnderMpi(MPI, "fft_mpi.py"),
             InOneProcess(THREADS, by_torch),
             InOneProcess(ALONE, by_torch, threads=1),

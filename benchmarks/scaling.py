@@ -26,6 +26,7 @@ from harness.results import Result
 from tessel.machine import usable_cores
 
 THREADS = "torch, P threads"
+APART = "nothing exchanged"  # P processes that train torch's own model, each on its part
 SCRIPTS: dict[str, Any] = {"training": training, "fft": fft, "fno": fno}
 # by name: the script that has the step, its settings, and for some numbers of workers other grids
 WORK: dict[str, tuple[str, Settings, dict[int, list[int]]]] = {
@@ -89,7 +90,11 @@ def claim(least: int, most: int) -> Claim:
         "scaling",
         "the same work on more and more workers of one thread, beside torch's threads",
         cases(least, most),
-        [OnWorkers(TESSEL, by_tessel, split=True), InOneProcess(THREADS, by_torch)],
+        [
+            OnWorkers(TESSEL, by_tessel, split=True),
+            InOneProcess(THREADS, by_torch),
+            OnWorkers(APART, by_torch, covers=lambda case: case.settings["script"] == "training"),
+        ],
         rounds=2,
         note="float32; the efficiency on P workers is the time of one over P times that of P.",
     )
