@@ -310,6 +310,21 @@ def test_no_statement_only_reads_an_attribute() -> None:
     assert not wrong, wrong
 
 
+def test_reading_makes_no_group() -> None:
+    """Constructors and functions do so, which all workers call: not a property."""
+    wrong = [
+        f"{path}:{node.lineno}: {node.name}"
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(each).endswith("property") for each in node.decorator_list)
+        for called in ast.walk(node)
+        if isinstance(called, ast.Call)
+        and ast.unparse(called.func).rpartition(".")[2] in ("prepare", "group_of")
+    ]
+    assert not wrong, wrong
+
+
 def test_no_module_loses_the_builtin_slice() -> None:
     bound = [
         name_of(path)

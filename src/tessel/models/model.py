@@ -45,7 +45,6 @@ class Model(ComputingLayer):
     def fits_torch(self, layout: Layout, *others: Any) -> bool:
         return False  # torch has no such model
 
-    @property
     def _agreement(self) -> Agreement[Entry]:
         """One for each state of the model, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)

@@ -107,7 +107,7 @@ class Space:
 
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
-        return self._group.sum(shares.detach())
+        return self.prepare().sum(shares.detach())
 
     def total(self, share: Tensor) -> Tensor:
         """The sum of all workers' shares of a number, on every worker."""
@@ -150,9 +150,12 @@ class Space:
         """The axes of the grid along which workers hold different parts."""
         return [a for a in range(self.layout.partition.dim) if a not in self.layout.shared]
 
-    @cached_property
-    def _group(self) -> Group:
-        return self.workers.prepare()  # kept: each iteration of a solver sums several times
+    def prepare(self) -> Group:
+        """The group of the workers, which all of them make together."""
+        group: Group | None = self.__dict__.get("_group")
+        if group is None:  # kept: each iteration of a solver sums several times
+            group = self.__dict__["_group"] = self.workers.prepare()
+        return group
 
     def __getstate__(self) -> dict[str, Any]:
         # without what was found out for this worker and its job
