@@ -240,7 +240,14 @@ class _Decoder:
         if tag == b":":
             return slice(*self._several(3, depth))
         if tag == b"C":
-            return self._instance(depth)
+            name = str(self.take(self.length()), "utf-8")
+            cls, items = _classes.get(name), self.value(depth + 1)
+            if cls is None or not isinstance(items, tuple):
+                raise ValueError(f"{name!r} is not a class that can be sent")
+            try:
+                return cls(*items)
+            except TypeError as error:
+                raise ValueError(f"{items} are not the values of a {name}: {error}") from error
         if tag == b"x":
             return self._tensor(depth)
         raise ValueError(f"byte {self.place - 1} begins no value: {tag!r}")
@@ -250,17 +257,6 @@ class _Decoder:
         if not isinstance(items, tuple) or len(items) != count:
             raise ValueError(f"{count} values were expected before byte {self.place}")
         return items
-
-    def _instance(self, depth: int) -> Any:
-        name = str(self.take(self.length()), "utf-8")
-        cls = _classes.get(name)
-        items = self.value(depth + 1)
-        if cls is None or not isinstance(items, tuple):
-            raise ValueError(f"{name!r} is not a class that can be sent")
-        try:
-            return cls(*items)
-        except TypeError as error:
-            raise ValueError(f"{items} are not the values of a {name}: {error}") from error
 
     def _tensor(self, depth: int) -> Tensor:
         name, shape, device = self._several(3, depth)

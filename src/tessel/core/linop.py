@@ -295,7 +295,17 @@ class Entering(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if is_compiling():
             return placed(x, self)
-        self._check_settings()
+        module = None if self.module is None else self.module()
+        now = [] if module is None else settings_in(module)
+        if self.settings is None:
+            self.settings = now
+        if now != self.settings:  # since the first run: the graph has the old one
+            pairs = zip_longest(now, self.settings, fillvalue=("a module", None))
+            (name, new), (_, old) = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"{self.label}: {name} is {new}, and this call was compiled with {old}; "
+                f"put it back, or call torch.compiler.reset() on all workers to compile it anew"
+            )
         layout = self.agree(x)
         if layout != self.domain:
             raise ValueError(
@@ -303,20 +313,6 @@ class Entering(LinearOperator):
                 f"{layout}; compiled calls have fixed shapes on all workers"
             )
         return x.clone()
-
-    def _check_settings(self) -> None:
-        """Raise if a setting has changed since the first run: the graph has the old one."""
-        module = None if self.module is None else self.module()
-        now = [] if module is None else settings_in(module)
-        if self.settings is None:
-            self.settings = now
-        if now != self.settings:
-            pairs = zip_longest(now, self.settings, fillvalue=("a module", None))
-            (name, new), (_, old) = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ValueError(
-                f"{self.label}: {name} is {new}, and this call was compiled with {old}; "
-                f"put it back, or call torch.compiler.reset() on all workers to compile it anew"
-            )
 
 
 T = TypeVar("T")

@@ -398,8 +398,8 @@ class Stage:
 
     def _joined(self, x: Tensor, dim: int, row: Sequence[tuple[int, int]]) -> Tensor:
         """The output on a GPU, where each copy is a launch: all that comes in one kernel."""
-        sends, shape = self._sends(x), self.plan.target_shape
-        there = {each.worker: each.tensor for each in sends if each.worker == self._worker}
+        sends, shape, worker = self._sends(x), self.plan.target_shape, transport.this_worker()
+        there = {each.worker: each.tensor for each in sends if each.worker == worker}
         places = [
             ReceiveBuffer(peer, there[peer] if peer in there else x.new_empty(lengths))
             for peer, lengths in self._arrivals
@@ -414,10 +414,6 @@ class Stage:
             for number, zeros in row
         ]
         return torch.cat(parts, 1).view(shape)
-
-    @cached_property
-    def _worker(self) -> int:
-        return transport.this_worker()
 
     @cached_property
     def _arrivals(self) -> list[tuple[int, Shape]]:

@@ -16,7 +16,7 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
 from tessel.core.shared import shared_whole
 from tessel.data.checkpoint_format import CheckpointFormat
-from tessel.data.formats import Format, Keys, Stored, flattened, nested, said_of
+from tessel.data.formats import Format, Keys, flattened, nested, said_of
 from tessel.data.zarr_format import ZarrFormat
 from tessel.state.raising import kind_of, together
 from tessel.tensor.tensor import Tensor, converters, layout_on
@@ -109,7 +109,15 @@ def load(
         stored = form.stored(folder)
         if isinstance(where, Mapping):
             _check_names("where", where, stored)
-        targets = {keys: _target(where, keys, each) for keys, each in stored.items()}
+        targets: dict[Keys, Layout | None] = {}  # None for plain tensors
+        for keys, each in stored.items():
+            place = said_of(keys, where)
+            if isinstance(place, Mapping):
+                raise ValueError(f"{'/'.join(keys) or 'this'} is a tensor, got a dict as where=")
+            # In dicts, a partition is for the tensors that have a dimension for each of its axes.
+            is_other = isinstance(place, Partition) and place.dim != len(each.shape)
+            is_plain = place is None or (keys and is_other)
+            targets[keys] = None if is_plain else layout_on(place, each.shape)
         listing = {keys: getattr(each, "identity", None) for keys, each in targets.items()}
         facts.append(f"{stored} {listing} {kind_of(device)}")
     # Only now is it sure that all workers ask for the same: each reads its box without the others.
@@ -141,17 +149,6 @@ def _spread(keys: Keys, value: Any) -> Tensor:
     if value.layout.blocks:
         raise NotImplementedError(f"{value.layout} has blocks, which are not boxes of one tensor")
     return value
-
-
-def _target(where: Where, keys: Keys, stored: Stored) -> Layout | None:
-    """Where a tensor is to lie; None for a plain one."""
-    where = said_of(keys, where)
-    # In dicts, a partition is for the tensors that have a dimension for each of its axes.
-    if where is None or (keys and isinstance(where, Partition) and where.dim != len(stored.shape)):
-        return None
-    if isinstance(where, Mapping):
-        raise ValueError(f"{'/'.join(keys) or 'this'} is a tensor, got a dict as where=")
-    return layout_on(where, stored.shape)
 
 
 def _check_names(what: str, given: Mapping[str, Any], known: Mapping[Keys, Any]) -> None:

@@ -121,6 +121,17 @@ def named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
     return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
 
 
+def check_fits(shape: Shape, other: Shape) -> None:
+    """Raise, as torch does, if a change in place by an operand would make a tensor longer."""
+    pairs = zip(reversed(other), reversed(shape), strict=False)
+    if len(other) > len(shape) or any(n not in (1, m) for n, m in pairs):
+        # torch's own error, if none of them fits
+        whole, _ = torch.broadcast_tensors(*(torch.zeros(()).expand(n) for n in (shape, other)))
+        raise RuntimeError(
+            f"output with shape {list(shape)} doesn't match the broadcast shape {list(whole.shape)}"
+        )
+
+
 @lru_cache(maxsize=64)
 def _defaults(func: Any) -> Settings:
     """The arguments of a function in their order, with their default values."""

@@ -188,14 +188,20 @@ def find_job(environ: Environ) -> LaunchedJob | None:
         if local_rank is not None:
             _check(environ, local_rank < local_workers, launcher, launcher.local_rank, names)
     name = _name(environ, launcher, local_workers == workers)
+    address = _address(environ, launcher, workers, local_workers == workers)
+    port = _number(environ, ("MASTER_PORT",))
+    if port is None:
+        port = FIRST_PORT + zlib.crc32(name.encode("utf-8", "surrogateescape")) % NUM_PORTS
+    elif not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {port}")
     return LaunchedJob(
         launcher,
         rank,
         workers,
         local_rank,
         local_workers,
-        _address(environ, launcher, workers, local_workers == workers),
-        _port(environ, name),
+        address,
+        port,
         name,
         launcher is SLURM and environ.get("SLURM_GPUS_PER_TASK", "0") not in ("", "0"),
     )
@@ -315,15 +321,6 @@ def _ancestor(*commands: str) -> list[str]:
             return [f"{process} {rest.split()[19]}"]  # with its start: numbers are used again
         process = int(rest.split()[1])
     return []
-
-
-def _port(environ: Environ, name: str) -> int:
-    port = _number(environ, ("MASTER_PORT",))
-    if port is None:
-        return FIRST_PORT + zlib.crc32(name.encode("utf-8", "surrogateescape")) % NUM_PORTS
-    if not 0 < port < 2**16:
-        raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {port}")
-    return port
 
 
 def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host: bool) -> str:
@@ -459,8 +456,17 @@ def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
             return False
         store.set("twice", f"two tasks say that they are worker {job.rank} of {job.workers}")
     store.add("came", 1)
-    if job.rank == 0:
-        _await_all(store, job.workers, deadline)
+    # worker 0 says that all workers have come, or why they do not meet
+    while job.rank == 0 and not store.check(["met"]):
+        if store.check(["twice"]):
+            store.set("met", store.get("twice"))
+        elif store.add("came", 0) == job.workers and not store.check(["twice"]):
+            store.set("met", "")
+        elif time.monotonic() > deadline:
+            missing = [str(w) for w in range(job.workers) if not store.check([f"came/{w}"])]
+            store.set("met", f"workers {', '.join(missing[:10])} did not come")
+        else:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
     problem = store.get("met").decode()
     if not problem:
         return True
@@ -471,20 +477,6 @@ def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
         heard = store.add("heard", 0)
     raise RuntimeError(f"{job}, which they cannot: {problem}")
-
-
-def _await_all(store: Any, workers: int, deadline: float) -> None:
-    """Say, as worker 0, that all workers have come; or why they do not meet."""
-    while not store.check(["met"]):
-        if store.check(["twice"]):
-            store.set("met", store.get("twice"))
-        elif store.add("came", 0) == workers and not store.check(["twice"]):
-            store.set("met", "")
-        elif time.monotonic() > deadline:
-            missing = [str(w) for w in range(workers) if not store.check([f"came/{w}"])]
-            store.set("met", f"workers {', '.join(missing[:10])} did not come")
-        else:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def _listener(job: LaunchedJob) -> socket.socket:

@@ -309,7 +309,18 @@ def parallel_cross_entropy(
         _check_known(state_of(value))
     sharding = sharding_of(input)
     if sharding is None:
-        return _of_whole(measure, input, target, weight, partition)
+        if isinstance(input, SpreadTensor):
+            agree_on_spread(partition or input.layout.partition, "parallel_cross_entropy")
+        # a plain tensor may be computed from a shard; compilers cannot follow the search for it
+        if not is_compiling():
+            _check_known(traced_state(input))
+        for name, given in (("target", target), ("weight", weight)):
+            if given is not None and sharding_of(given) is not None:
+                raise ValueError(
+                    f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
+                    f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
+                )
+        return measure.by_torch(input, target, weight)
     autocast = torch.is_autocast_enabled(input.device.type)
     loss = ShardedLoss.of(sharding, target, weight, partition, measure, autocast)
     found = _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
@@ -386,23 +397,6 @@ class ParallelCrossEntropyLoss(HasHandle, torch.nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             partition=self.partition,
         )
-
-
-def _of_whole(
-    measure: CrossEntropy, x: Tensor, target: Any, weight: Any, partition: Partition | None
-) -> Tensor:
-    if isinstance(x, SpreadTensor):
-        agree_on_spread(partition or x.layout.partition, "parallel_cross_entropy")
-    # a plain tensor may be computed from a shard; compilers cannot follow the search for it
-    if not is_compiling():
-        _check_known(traced_state(x))
-    for name, value in (("target", target), ("weight", weight)):
-        if sharding_of(value) is not None:
-            raise ValueError(
-                f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
-                f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
-            )
-    return measure.by_torch(x, target, weight)
 
 
 @eagerly
