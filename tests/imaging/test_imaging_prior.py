@@ -62,8 +62,8 @@ def compare(batch: int, overlap: bool) -> list[Tensor]:
         with torch.no_grad():
             got = prior.prox(signal, sigma_denoiser=0.1)
             close("prox", got, pnp.prox(x, sigma_denoiser=0.1), TOLERANCE)
-            slopes = DistributedPrior(ctx, red, "smart_tiling", x.shape, settings)
-            slope = slopes.grad(x, 0.1)
+            vjps = DistributedPrior(ctx, red, "smart_tiling", x.shape, settings)
+            slope = vjps.grad(x, 0.1)
             close("grad", slope, red.grad(x, 0.1), TOLERANCE)
             whole = DistributedPrior(ctx, pnp, "smart_tiling", x.shape, {"patch_size": None})
             assert whole.num_patches == 1

@@ -269,7 +269,7 @@ class Move(LinearOperator):
         receives = [first.begin(x)]
 
         def wait() -> Tensor:
-            y = receives.pop()()  # what was sent is not kept until the last stage has landed
+            y = receives.pop()()  # what was sent is not kept until the last stage is over
             for stage in rest:
                 y = stage.begin(y)()
             return self._as_output(y)
@@ -402,7 +402,7 @@ class Stage:
         there = {each.worker: each.tensor for each in sends if each.worker == worker}
         places = [
             ReceiveBuffer(peer, there[peer] if peer in there else x.new_empty(lengths))
-            for peer, lengths in self._arrivals
+            for peer, lengths in self._incoming_shapes
         ]
         came = self.group.bring(sends, places, x.device)
         before, after = prod(shape[:dim]), prod(shape[dim + 1 :])
@@ -416,7 +416,7 @@ class Stage:
         return torch.cat(parts, 1).view(shape)
 
     @cached_property
-    def _arrivals(self) -> list[tuple[int, Shape]]:
+    def _incoming_shapes(self) -> list[tuple[int, Shape]]:
         """From whom something comes, in order, and of what shape; what is kept is among it."""
         return [(piece.peer, piece.shape) for piece, _ in self._incoming(False)]
 
@@ -568,10 +568,10 @@ class Stage:
         if program is None:
             return False
         room = self.group.take_room(program) if program.room else None
-        landed = self.group.follow(program, y, x, room)
-        if landed not in (program.length, NOTHING):
-            self._finish(program, x, y, is_there, landed, room)
-        return landed != NOTHING
+        num_received = self.group.follow(program, y, x, room)
+        if num_received not in (program.length, NOTHING):
+            self._finish(program, x, y, is_there, num_received, room)
+        return num_received != NOTHING
 
     def _finish(
         self,
@@ -579,18 +579,18 @@ class Stage:
         x: Tensor,
         y: Tensor,
         is_there: bool,
-        landed: int,
+        num_received: int,
         room: Tensor | None,
     ) -> None:
         """Do what the engine has left of an exchange."""
         kept = self.plan.kept
         own = None if kept is None else _part(x, kept)
-        rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
+        rest = [] if num_received == UNREAD else self._receives(y, is_there)[num_received:]
         self.group.finish(program, x, rest, own, room)
 
-    def finish_again(self, x: Tensor, program: CopyProgram, y: Tensor, landed: int) -> Tensor:
+    def finish_again(self, x: Tensor, program: CopyProgram, y: Tensor, num_received: int) -> Tensor:
         """Do what is left of an exchange that was made again, and give its output."""
-        self._finish(program, x, y, False, landed, None)
+        self._finish(program, x, y, False, num_received, None)
         return y
 
     def _program(

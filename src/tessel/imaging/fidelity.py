@@ -19,7 +19,7 @@ from tessel.imaging.parameters import (
     idle,
     in_common,
     known,
-    within_reach,
+    tensors_held_by,
 )
 from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.parts.operators import Operator, Whole, vjp
@@ -114,7 +114,7 @@ class DistributedDataFidelity:
         # The names of calls, which workers compare in each of them, are made once.
         self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"
         make = data_fidelity_factory or (lambda *_: L2())
-        held = within_reach(make)
+        held = tensors_held_by(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
         self._gradients = [each.grad for each in self._on_parts]

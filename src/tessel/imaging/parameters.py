@@ -96,7 +96,7 @@ def _contents(thing: Any) -> Iterable[Any]:
     return [*getattr(thing, "__dict__", {}).values(), *of_class]
 
 
-def within_reach(factory: Any) -> list[Tensor]:
+def tensors_held_by(factory: Any) -> list[Tensor]:
     """The tensors that a factory could give to objects, in an order that all workers have.
 
     They are asked for in order to raise (`check_common`): objects of several workers would hold the
@@ -274,7 +274,7 @@ def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: An
 
     Args:
         ctx: the workers.
-        held: tensors in an order that all workers have, see `within_reach`.
+        held: tensors in an order that all workers have, see `tensors_held_by`.
         place: of this worker, in words.
         users: its objects.
     """

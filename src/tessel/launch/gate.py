@@ -243,7 +243,9 @@ class Gate:
             return
         self._strangers += 1
         try:
-            is_known = await asyncio.wait_for(self._admits(reader, writer), _SECONDS_TO_PROVE)
+            is_known = await asyncio.wait_for(
+                self._authenticates(reader, writer), _SECONDS_TO_PROVE
+            )
         except (OSError, EOFError):  # a timeout is an OSError, too
             is_known = False
         finally:
@@ -256,7 +258,9 @@ class Gate:
             return
         await self._forwarder.join((reader, writer), inside)
 
-    async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _authenticates(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         mine = secrets.token_bytes(_NONCE)
         writer.write(GREETING + mine)
         await writer.drain()

@@ -50,7 +50,12 @@ class Model(ComputingLayer):
         assert isinstance(self, torch.nn.Module)
         needs, is_off = needs_of(self.parameters())
         # Whether parameters need gradients decides on messages of the backward pass.
-        kinds = (is_off, buckets.foreseen(), *needs, *(each.dtype for each in self.parameters()))
+        kinds = (
+            is_off,
+            buckets.planned_uses(),
+            *needs,
+            *(each.dtype for each in self.parameters()),
+        )
         agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
         if kinds not in agreements:
             label = f"{self.label} under torch.no_grad()" if is_off else self.label

@@ -598,7 +598,7 @@ class Entrance(HasHandle):
         if not parts and len(found) == len(given):
             brought = [next(iter(found), None)]
         flags, is_off = needs_of(contents.parameters)
-        plan = buckets.foreseen()
+        plan = buckets.planned_uses()
         state = (dims, self.module.training, is_off, plan, late, *flags)
         calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
         if state not in calls:

@@ -29,7 +29,7 @@ _FAULTS: tuple[tuple[type[Exception], str], ...] = (  # by number, of which 0 is
 
 
 @dataclass(frozen=True)
-class Beside:
+class AgreedTarget:
     """What all workers know of a tensor that goes with the input of a loss.
 
     Attributes:

@@ -179,7 +179,7 @@ def parts(case: Case, wholes: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def slopes(y: Sequence[Tensor], weights: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def vjps(y: Sequence[Tensor], weights: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of Σ w·(y + y²), zero where there is none."""
     objective = sum((w * (each + each.square())).sum() for w, each in zip(weights, y, strict=True))
     assert isinstance(objective, Tensor)
@@ -212,7 +212,7 @@ def check_case(case: Case) -> None:
     seed = values(expected.shape, 99).to(case.dtype)
     want, have, seeds, own_seeds = [expected], [got], [seed], [seed]
     for order in case.orders:
-        want, have = slopes(want, seeds, inputs), slopes(have, own_seeds, own)
+        want, have = vjps(want, seeds, inputs), vjps(have, own_seeds, own)
         for name, a, b in zip(("input", "target", "weight"), have, parts(case, want), strict=False):
             near(f"gradient of order {order} of the {name}", a, b, case.tolerance)
         seeds = [values(each.shape, 7 + k).to(case.dtype) for k, each in enumerate(inputs)]
@@ -503,7 +503,7 @@ def test_one_worker_needs_a_gradient(run: Run) -> None:
 
 
 def differences() -> None:
-    """The gradients of logits, target and weight are the slopes of the loss itself."""
+    """The gradients of logits, target and weight are the vjps of the loss itself."""
     case = Case((3, 5), "shard", "sum", 0.3, True)
     mine = Tensors.mine(case)
     loss = loss_of_mine(case, mine)
