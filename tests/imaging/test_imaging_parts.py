@@ -801,7 +801,7 @@ EXPECTED = [
     "dtype differs between workers: torch.float64 on worker 0, torch.float32 on worker 1",
     "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
     "all workers must make the same calls",
-    "needs an image in parts that lie one after the other",
+    "needs an image in consecutive parts",
     "does not fit an image of (12, 10): 25 values are too many along 12",
     "does not fit an image of (12, 10): 13 values are too many along 12",
     "padding must be one of valid, circular, reflect, replicate, constant, got 'odd'",

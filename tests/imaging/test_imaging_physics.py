@@ -721,7 +721,7 @@ def test_operators_that_give_back_another_image() -> None:
         fidelity = DistributedDataFidelity(ctx, physics, measured(ctx, [truth().float()]))
         for call in (physics.A_adjoint_A, fidelity.grad):
             with pytest.raises(
-                ValueError, match=r"gave back one of shape \(1, 3, 12, 10\) and torch"
+                ValueError, match=r"returned an image of shape \(1, 3, 12, 10\) and torch"
             ):
                 call(truth())
         assert fidelity(truth()).dtype == torch.float64

@@ -407,7 +407,7 @@ def test_priors_that_differ_between_workers_are_refused(run: Run, how: str) -> N
     """Each would denoise its own patches with a network of its own."""
     texts = run(make_for_itself, how, nprocs=2)
     assert len(set(texts)) == 1
-    refuses = "has other parameters on worker 1 than on worker 0" in texts[0]
+    refuses = "has different parameters on worker 1 and on worker 0" in texts[0]
     assert refuses == (how != "shared"), texts
     assert not refuses or "with ctx.shared_random():" in texts[0]
 

@@ -863,7 +863,7 @@ def check_refusals() -> None:
         tessel.nn.fuse_gradients(nn.Conv2d(1, 1, 1))
     model = ByHand(P)
     model.forward = lambda x: x
-    with pytest.raises(NotImplementedError, match="forward of its own"):
+    with pytest.raises(NotImplementedError, match="forward attribute of its own"):
         tessel.nn.fuse_gradients(model)
     model = tessel.nn.fuse_gradients(ByHand(P).double())
     derive(model, images(P))

@@ -77,8 +77,8 @@ class Move(LinearOperator):
     def __post_init__(self) -> None:
         if self.domain.shape != self.codomain.shape:
             raise ValueError(
-                f"a move needs two layouts of one global shape: from {self.domain} "
-                f"to {self.codomain}"
+                f"a move needs two layouts with the same global shape: from {self.domain} to "
+                f"{self.codomain}"
             )
         self.prepare()
 
@@ -95,7 +95,9 @@ class Move(LinearOperator):
 
     def check_dtype(self, dtype: torch.dtype, label: str) -> None:
         if dtype in UNSUMMABLE and not self.domain.owns_once:
-            raise ValueError(f"{label}: {dtype} cannot be summed; convert it, say to torch.int64")
+            raise ValueError(
+                f"{label}: {dtype} cannot be summed; convert it, for example to torch.int64"
+            )
 
     def plan_ahead(self) -> None:
         super().plan_ahead()
@@ -176,7 +178,7 @@ class Move(LinearOperator):
         if out.requires_grad and torch.is_grad_enabled():
             return "which requires a gradient: pass out.detach()"
         if any(step == 0 for n, step in zip(out.shape, out.stride(), strict=True) if n > 1):
-            return "some of whose elements are one in memory: pass a tensor of its own"
+            return "some of whose elements share memory: pass a tensor that owns its memory"
         return ""
 
     def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:

@@ -57,11 +57,11 @@ def save(
     with together(call) as facts:
         if folder.suffix in OTHERS:
             raise ValueError(
-                f"{path}: a folder of zarr (.zarr) or of a checkpoint (without an ending) is "
-                f"written, and no file {folder.suffix}"
+                f"{path}: tessel.save writes a zarr folder (.zarr) or a checkpoint (without a "
+                f"suffix), not a {folder.suffix} file"
             )
         if folder.suffix != ".zarr" and chunks is not None:
-            raise ValueError(f"{path}: checkpoints have no chunks; a path for zarr ends in .zarr")
+            raise ValueError(f"{path}: checkpoints have no chunks; use a path that ends in .zarr")
         form = ZarrFormat(chunks) if folder.suffix == ".zarr" else CheckpointFormat()
         state = {keys: _spread(keys, value) for keys, value in flattened(x)}
         if isinstance(chunks, Mapping):
@@ -70,7 +70,7 @@ def save(
         is_empty = folder.is_dir() and not any(folder.iterdir())
         if folder.exists() and not is_empty and not any(each.is_in(folder) for each in FORMATS):
             raise FileExistsError(
-                f"{path} is there, and neither zarr nor a checkpoint: it is not overwritten"
+                f"{path} exists and is neither zarr nor a checkpoint, so it is not overwritten"
             )
         kinds = {keys: (each.dtype, each.layout.identity) for keys, each in state.items()}
         facts.append(f"{type(form).__name__} {chunks} {kinds}")
@@ -105,7 +105,7 @@ def load(
         form = next((each() for each in FORMATS if each.is_in(folder)), None)
         if form is None:
             missing = ValueError if folder.exists() else FileNotFoundError
-            raise missing(f"{path} is neither a folder of zarr nor one of a checkpoint")
+            raise missing(f"{path} is neither a zarr folder nor a checkpoint")
         stored = form.stored(folder)
         if isinstance(where, Mapping):
             _check_names("where", where, stored)
@@ -143,7 +143,7 @@ def _spread(keys: Keys, value: Any) -> Tensor:
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
                 f"{name}expected a tessel.Tensor or a plain tensor, got {type(value).__name__}; "
-                f"of a DTensor, tessel.from_dtensor makes one"
+                "tessel.from_dtensor converts a DTensor"
             )
         value = Tensor(value, shared_whole(world(), tuple(value.shape)))
     if value.layout.blocks:

@@ -55,7 +55,7 @@ def _difference(measured: Tensor, y: Tensor) -> Tensor:
     """The difference of tensors of one shape: what torch would broadcast is a mistake here."""
     if measured.shape != y.shape:
         raise ValueError(
-            f"a measurement has the shape {tuple(y.shape)}, and the operator gives "
+            f"a measurement has shape {tuple(y.shape)}, but the operator returns "
             f"{tuple(measured.shape)}"
         )
     return measured - y
@@ -164,8 +164,8 @@ class DistributedDataFidelity:
         if not self.physics.is_whole:
             if not gather:
                 raise NotImplementedError(
-                    f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
-                    f"each worker gets its part"
+                    f"{self!r}: gather=False requires the whole image on every worker; with an "
+                    "image in parts, each worker gets its part"
                 )
             if args or settings:
                 raise NotImplementedError(

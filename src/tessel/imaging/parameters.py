@@ -308,9 +308,9 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
     for tensor, places in asked:
         if id(tensor) not in known:
             raise ValueError(
-                f"{what}: a tensor of shape {tuple(tensor.shape)} that needs a gradient is used by "
-                f"{' and '.join(places)}, each of which would give it a part of the gradient; "
-                f"{way_out}"
+                f"{what}: a tensor of shape {tuple(tensor.shape)} that needs a gradient is used "
+                f"by {' and '.join(places)}, each of which would compute only a part of the "
+                f"gradient; {way_out}"
             )
 
 

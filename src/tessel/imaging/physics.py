@@ -600,8 +600,8 @@ class DistributedPhysics:
                 is_like = each.shape == x.shape and each.dtype == x.dtype
                 if self.is_whole and call.has_image and not is_like:
                     raise ValueError(
-                        f"{call.name}: for an image of shape {tuple(x.shape)} and {x.dtype} an "
-                        f"operator gave back one of shape {tuple(each.shape)} and {each.dtype}"
+                        f"{call.name}: an operator returned an image of shape {tuple(each.shape)} "
+                        f"and {each.dtype} for one of shape {tuple(x.shape)} and {x.dtype}"
                     )
                 if share is None:
                     share = each

@@ -334,12 +334,13 @@ def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Modu
     if _schedule_of(module) is None:
         if "forward" in module.__dict__:
             raise NotImplementedError(
-                f"{type(module).__name__} has a forward of its own; write it into a class"
+                f"{type(module).__name__} has a forward attribute of its own; define forward in "
+                "its class"
             )
         if not any(isinstance(each, Layer) for each in module.modules()):
             raise ValueError(
                 f"fuse_gradients: {type(module).__name__} holds no layer over a partition; "
-                f"convert it by distribute_module, or build it of the layers of tessel.nn"
+                "convert it with distribute_module, or build it from the layers of tessel.nn"
             )
         module.forward = BucketedForward(module, limit)
     return module

@@ -90,7 +90,7 @@ class TensorFileWriter:
         place = 0
         for name, (dtype, shape) in kinds.items():
             if dtype not in _NAMES:
-                raise TypeError(f"{name} has the dtype {dtype}, which tensor files do not have")
+                raise TypeError(f"{name} has the dtype {dtype}, which tensor files do not support")
             self._entries[name] = entry = TensorEntry(dtype, tuple(shape), place)
             place += entry.num_bytes
         self._sums = {name: "0" * 8 * _num_blocks(e) for name, e in self._entries.items()}
@@ -214,7 +214,7 @@ class TensorFile:
                 is_right = is_right and entry.num_bytes == stop - start
             except (KeyError, TypeError, ValueError):
                 is_right = False
-            self._check(is_right, f"what it says of {name!r} is not a tensor")
+            self._check(is_right, f"its entry for {name!r} is not that of a tensor")
         # Tensors come one after the other, without gaps, to the end of the file.
         place, end = 0, size - self._begin
         for entry in sorted(self.entries.values(), key=lambda each: (each.start, each.num_bytes)):

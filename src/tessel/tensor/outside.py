@@ -117,9 +117,9 @@ def _anchor(*values: Any) -> torch.Tensor:
             operator = getattr(node, "operator", None)
             if isinstance(operator, LinearOperator) and operator.takes_part:
                 raise ValueError(
-                    f"a tensor that worker {transport.this_worker()} has by {operator} meets one "
-                    f"on other workers, and would get no gradient here; move it there as a spread "
-                    f"tensor: x.move_to(...)"
+                    f"a tensor that worker {transport.this_worker()} has from {operator} is "
+                    "combined with one on other workers, and would get no gradient here; move it "
+                    "there as a spread tensor: x.move_to(...)"
                 )
         found.append(value.reshape(-1)[:0])
     real = [each for each in found if each.is_floating_point() or each.is_complex()]

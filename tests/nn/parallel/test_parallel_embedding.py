@@ -383,7 +383,7 @@ FAULTS = {
     ),
     "negative": (IndexError, "id -1 is out of bounds"),
     "too great on one": (IndexError, "id 10 is out of bounds on worker 1"),
-    "others on one": (ValueError, "the same ids, and worker 1 has other values than worker 0"),
+    "others on one": (ValueError, "the same ids, but worker 1 has other values than worker 0"),
     "shape": (ValueError, "shape of the ids"),
     "dtype": (ValueError, "dtype"),
     "floats": (ValueError, "int64 or int32"),

@@ -65,13 +65,13 @@ class Space:
             space = cls(layout, layout.partition, differentiable)
         if not space.layout.owns_once:
             raise ValueError(
-                f"a solver needs an image of which every index is one value, got {space.layout}; "
-                f"copies that are equal are declared with shared=True"
+                f"a solver needs an image with one value for each index, got {space.layout}; "
+                "declare equal copies with shared=True"
             )
         if differentiable and space.workers.size != space.layout.partition.size:
             raise NotImplementedError(
-                f"gradients through a solver need the image on all workers that solve: it lies "
-                f"on {space.layout.partition}, these are {space.workers}"
+                "gradients through a solver need the image on all workers that solve: it lies on "
+                f"{space.layout.partition}, but these are {space.workers}"
             )
         return space
 
@@ -405,8 +405,8 @@ class PSNR:
     def __call__(self, x: Tensor) -> float:
         if x.shape != self.truth.shape:
             raise ValueError(
-                f"PSNR: the image has the shape {tuple(x.shape)} on this worker and the truth "
-                f"{tuple(self.truth.shape)}; both lie in one layout"
+                f"PSNR: the image has shape {tuple(x.shape)} and the truth has shape "
+                f"{tuple(self.truth.shape)} on this worker; both must have the same layout"
             )
         difference = x - self.truth
         squares = self.space.numbers((difference, difference))[0]

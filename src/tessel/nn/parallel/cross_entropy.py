@@ -135,8 +135,8 @@ class ShardedLoss:
         workers = self.input.partition.ranks
         if self.wanted not in (None, workers):
             raise ValueError(
-                f"{self.label}: partition= names workers {self.wanted}, and the input is a shard "
-                f"over workers {workers}; leave out partition="
+                f"{self.label}: partition= names workers {self.wanted}, but the input is a shard "
+                f"over workers {workers}; omit partition="
             )
         ndim = len(input_shapes[0][1])
         expected = Sharding(class_dim(ndim), self.input.partition)
@@ -171,7 +171,7 @@ class ShardedLoss:
         first = shapes[self.partition.ranks[0]]
         if len(first) <= sharding.dim:
             raise ValueError(
-                f"{self.label}: {name} has no dim {sharding.dim}, its shape is {first}"
+                f"{self.label}: {name} has no dimension {sharding.dim}: its shape is {first}"
             )
         return layout_of_shards(
             self.partition, shapes, sharding.dim, sharding.size, self.label, name, "classes"
@@ -192,8 +192,8 @@ class ShardedLoss:
         # as torch: ValueError for another batch, RuntimeError for other dimensions behind it
         is_batch = len(shape) == 1 or target[:1] != shape[:1]
         raise (ValueError if is_batch else RuntimeError)(
-            f"{self.label}: a target of shape {samples}, or of shape {shape} for probabilities, "
-            f"was expected for an input of shape {shape}, got {target}"
+            f"{self.label}: expected a target of shape {samples}, or of shape {shape} with "
+            f"probabilities, for an input of shape {shape}, got {target}"
         )
 
 

@@ -360,7 +360,7 @@ def _check_times(
             samples and not 0 <= each.min() <= each.max() <= most
         ):
             raise RuntimeError(
-                f"ctc_loss: {what} of {samples} samples are needed, from 0 to {most}, got {each}"
+                f"ctc_loss: expected {what} of {samples} samples, from 0 to {most}, got {each}"
             )
     if targets.dim() != 2 or targets.shape[0] != samples:
         raise RuntimeError(
