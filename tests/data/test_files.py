@@ -293,7 +293,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError, match="it is not overwritten"):
             tessel.save(x, path)
     assert os.listdir(tmp_path / "mine") == ["thesis.txt"]
-    with pytest.raises(ValueError, match=r"no file \.pt"):
+    with pytest.raises(ValueError, match=r"not a \.pt file"):
         tessel.save(x, tmp_path / "x.pt")
     with pytest.raises(ValueError, match="checkpoints have no chunks"):
         tessel.save(x, tmp_path / "x", chunks=(1,))

@@ -1,4 +1,4 @@
-"""What a value was computed from, where its sharding does not say it: autograd's graph knows.
+"""Shards in the history of plain tensors, found in autograd's graph, and errors about mixing them.
 
 A parameter that is whole on every worker and multiplies a shard gets, on each worker, only the
 gradient of that worker's part. `tessel.distributed.copy` says so to autograd, and sums it; without

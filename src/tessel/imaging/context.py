@@ -1,4 +1,4 @@
-"""DistributedContext: the workers of an inverse problem, and who does what."""
+"""DistributedContext: the workers of an inverse problem, their devices, seeds and work."""
 
 from __future__ import annotations
 

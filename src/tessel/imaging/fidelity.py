@@ -1,4 +1,4 @@
-"""DistributedDataFidelity: how far an image is from all measurements, and its gradient."""
+"""DistributedDataFidelity: the distance of an image from all measurements, and its gradient."""
 
 from __future__ import annotations
 

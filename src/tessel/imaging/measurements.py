@@ -1,4 +1,4 @@
-"""DistributedMeasurements: what was measured, each item on the worker that has its operator."""
+"""DistributedMeasurements: measurements, each stored by the worker that has its operator."""
 
 from __future__ import annotations
 

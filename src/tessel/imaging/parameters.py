@@ -1,4 +1,4 @@
-"""Parameters of user code that several workers run, each for its own share of the work.
+"""Parameters in users' operators and priors: found, shared by workers, and their gradients summed.
 
 Operators, data fidelities and denoisers keep their parameters where they like. A parameter that
 several workers use is one shared value: each worker computes with a copy of it, and the adjoint of

@@ -1,4 +1,4 @@
-"""Tilings: which patches of an image each worker has, what it reads for them, and where they go.
+"""Tilings: the patches that each worker computes, what it reads for them, and where it writes.
 
 Patches are those of the whole image, so that results do not depend on the number of workers.
 

@@ -1,4 +1,4 @@
-"""ModelConversion: any torch model, over tensors that are spread over workers."""
+"""`distribute_module`: converts a torch model into one that computes with spread tensors."""
 
 from __future__ import annotations
 

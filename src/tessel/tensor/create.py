@@ -1,4 +1,4 @@
-"""How spread tensors come to be: from whole tensors, from parts, and from nothing.
+"""Creation of spread tensors: from whole tensors, from parts, and by functions such as `zeros`.
 
 Here, and only here, workers agree: on shapes, the kind of the tensor, and whether it needs a
 gradient. From then on every worker knows the layout of everything that is computed from it.

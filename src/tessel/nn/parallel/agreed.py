@@ -1,4 +1,4 @@
-"""What parallel layers check when all workers told each other what they hold.
+"""Checks of parallel layers on the tensors that all workers hold, after an agreement.
 
 All of these decide by what every worker knows: so they raise on all of them, with the same text.
 """
