@@ -6,6 +6,7 @@ import ast
 import gc
 import graphlib
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import tessel
 
@@ -217,49 +219,60 @@ def test_only_transport_communicates() -> None:
     assert {"isend", "irecv", "all_to_all_single", "new_group"} <= seen, "of the transport"
 
 
+def descendants(kind: type) -> set[type]:
+    return {kind}.union(*map(descendants, kind.__subclasses__()))
+
+
 def test_one_autograd_function() -> None:
     """One descendant of `torch.autograd.Function`; its own descendants stand beside it."""
-    classes = [
-        (path.name, node.name, [ast.unparse(base) for base in node.bases])
-        for path in FILES
-        for node in nodes(path)
-        if isinstance(node, ast.ClassDef)
-    ]
+    for name in MODULES:
+        if component(name) not in ("__main__", "examples"):
+            importlib.import_module(name)
     found = {
-        (file, name)
-        for file, name, bases in classes
-        if any(base.endswith("autograd.Function") for base in bases)
+        kind
+        for kind in descendants(torch.autograd.Function)
+        if kind.__module__.partition(".")[0] == "tessel"
     }
-    assert len(found) == 1
-    while True:  # also those that derive from it by way of others
-        names = {name for _, name in found}
-        more = {(f, name) for f, name, bases in classes if {*bases} & names} | found
-        if more == found:
-            break
-        found = more
-    assert found == {
-        ("linop.py", name)
+    assert {(kind.__module__, kind.__name__) for kind in found} == {
+        ("tessel.core.linop", name)
         for name in ("_Apply", "_ApplyAnyMode", "_ApplyProduct", "_ApplySeveral", "_ApplyMap")
     }
+    assert [kind.__name__ for kind in found if torch.autograd.Function in kind.__bases__] == [
+        "_Apply"
+    ]
 
 
 def test_gradients_that_are_no_adjoints() -> None:
     """Those that docs/architecture.md names: gradients that are written out, and hooks."""
     gradients, hooks = set(), set()
     for path in FILES:
+        file = str(path.relative_to(SOURCE))
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef) and node.name in ("backward", "vjp"):
-                gradients.add((path.name, node.name))
+                gradients.add((file, node.name))
             called = node.func if isinstance(node, ast.Call) else None
-            if isinstance(called, ast.Attribute) and called.attr == "register_hook":
-                hooks.add(path.name)
-    # `backward` of attributes.py is the method of a spread tensor, `vjp` that of a user's physics
-    gradients -= {("attributes.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
-    files = ("linop.py", "overlapped_linear.py", "tensor.py", "block_sum.py")
-    files = (*files, "blockwise_attention.py", "batch_norm.py", "group_norm.py")
+            if called is not None and re.search(r"\bregister_\w*hook$", ast.unparse(called)):
+                hooks.add(file)
+    # the only attachment to autograd; a method of spread tensors; the method of a user's physics
+    gradients -= {
+        *(("core/linop.py", name) for name in ("backward", "vjp")),
+        ("tensor/attributes.py", "backward"),
+        ("imaging/parts/operators.py", "vjp"),
+    }
+    hooks -= {"tensor/attributes.py"}  # hooks of spread tensors, which their user registers
+    files = {
+        *("tensor/overlapped_linear.py", "tensor/tensor.py", "tensor/block_sum.py"),
+        *("tensor/blockwise_attention.py", "tensor/batch_norm.py", "tensor/group_norm.py"),
+    }
     assert gradients == {(file, "vjp") for file in files}
-    # attributes.py has that of a spread tensor, which its user registers
-    assert hooks == {"distributing.py", "attributes.py", "replicas.py"}
+    gradients_change = {"imaging/distributing.py", "nn/parallel/replicas.py"}
+    assert hooks == gradients_change | {
+        *("distributed/shards.py", "tracing/recorder.py"),
+        *("testing/model/modules.py", "cli/plan_model.py"),
+    }
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    page = page[page.index("### What is not an adjoint") : page.index("## Layers")]
+    assert [file for file in sorted(files | hooks) if f"`{file}`" not in page] == []
 
 
 def test_splits_are_computed_in_boxes() -> None:
@@ -293,6 +306,21 @@ def test_no_statement_only_reads_an_attribute() -> None:
         for path in FILES
         for node in nodes(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute)
+    ]
+    assert not wrong, wrong
+
+
+def test_reading_makes_no_group() -> None:
+    """Constructors and functions do so, which all workers call: not a property."""
+    wrong = [
+        f"{path}:{node.lineno}: {node.name}"
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(each).endswith("property") for each in node.decorator_list)
+        for called in ast.walk(node)
+        if isinstance(called, ast.Call)
+        and ast.unparse(called.func).rpartition(".")[2] in ("prepare", "group_of")
     ]
     assert not wrong, wrong
 

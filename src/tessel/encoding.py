@@ -111,7 +111,7 @@ def tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: A
 
 def _write(value: Any, pieces: list[bytes], depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise TypeError(f"a value of more than {MAX_DEPTH} containers in each other has no form")
+        raise TypeError(f"a value with more than {MAX_DEPTH} nested containers cannot be encoded")
     kind = type(value)
     if value is None or value is ... or kind is bool:
         pieces.append(next(tag for tag, each in _CONSTANTS.items() if each is value))
@@ -157,17 +157,21 @@ def _write(value: Any, pieces: list[bytes], depth: int) -> None:
             _write(each, pieces, depth + 1)
     else:
         raise TypeError(
-            f"a value of type {kind.__module__}.{kind.__qualname__} has no form in which it can be "
-            f"sent or kept; numbers, text, bytes, dense tensors and containers of these have"
+            f"a value of type {kind.__module__}.{kind.__qualname__} cannot be encoded; numbers, "
+            "strings, bytes, dense tensors and containers of these can"
         )
 
 
 def _write_tensor(value: Tensor, pieces: list[bytes]) -> None:
     kind = type(value)
     if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise TypeError(f"a tensor of type {kind.__qualname__} has no form, a plain one has")
+        raise TypeError(
+            f"a tensor of type {kind.__qualname__} cannot be encoded; only plain tensors can"
+        )
     if value.layout is not torch.strided or value.is_quantized:
-        raise TypeError(f"a tensor of the layout {value.layout} has no form, a dense one has")
+        raise TypeError(
+            f"a tensor with layout {value.layout} cannot be encoded; only dense tensors can"
+        )
     pieces.append(b"x")
     described = (str(value.dtype), tuple(value.shape), value.device.type)
     _write(described, pieces, 0)
@@ -195,12 +199,12 @@ class _Decoder:
     def length(self) -> int:
         (count,) = _LENGTH.unpack(self.take(_LENGTH.size))
         if count > len(self.data) - self.place:  # each thing that is counted has a byte at least
-            raise ValueError(f"{count} things cannot follow byte {self.place}")
+            raise ValueError(f"{count} items cannot follow byte {self.place}")
         return int(count)
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise ValueError(f"more than {MAX_DEPTH} containers in each other")
+            raise ValueError(f"more than {MAX_DEPTH} nested containers")
         tag = bytes(self.take(1))
         if tag in _CONSTANTS:
             return _CONSTANTS[tag]
@@ -236,31 +240,27 @@ class _Decoder:
             try:
                 return _CONTAINERS[tag](items)
             except (TypeError, OverflowError) as error:  # of what has no hash, or is no length
-                raise ValueError(f"these items make no container: {error}") from error
+                raise ValueError(f"these items do not form a container: {error}") from error
         if tag == b":":
             return slice(*self._several(3, depth))
         if tag == b"C":
-            return self._instance(depth)
+            name = str(self.take(self.length()), "utf-8")
+            cls, items = _classes.get(name), self.value(depth + 1)
+            if cls is None or not isinstance(items, tuple):
+                raise ValueError(f"{name!r} is not a class that can be sent")
+            try:
+                return cls(*items)
+            except TypeError as error:
+                raise ValueError(f"{items} are not valid values for {name}: {error}") from error
         if tag == b"x":
             return self._tensor(depth)
-        raise ValueError(f"byte {self.place - 1} begins no value: {tag!r}")
+        raise ValueError(f"byte {self.place - 1} does not start a value: {tag!r}")
 
     def _several(self, count: int, depth: int) -> tuple[Any, ...]:
         items = self.value(depth + 1)
         if not isinstance(items, tuple) or len(items) != count:
-            raise ValueError(f"{count} values were expected before byte {self.place}")
+            raise ValueError(f"expected {count} values before byte {self.place}")
         return items
-
-    def _instance(self, depth: int) -> Any:
-        name = str(self.take(self.length()), "utf-8")
-        cls = _classes.get(name)
-        items = self.value(depth + 1)
-        if cls is None or not isinstance(items, tuple):
-            raise ValueError(f"{name!r} is not a class that can be sent")
-        try:
-            return cls(*items)
-        except TypeError as error:
-            raise ValueError(f"{items} are not the values of a {name}: {error}") from error
 
     def _tensor(self, depth: int) -> Tensor:
         name, shape, device = self._several(3, depth)

@@ -1,4 +1,4 @@
-"""How the program of a worker begins and ends: who launches it says so, and who talks listens.
+"""Notifications that a worker's program begins or ends, from launchers to the transport.
 
 A worker that is idle at the end of its program, or whose program failed, will never come to where
 others wait for it. Launchers know when that happens, and those who talk to the others tell them.

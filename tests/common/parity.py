@@ -108,8 +108,8 @@ def check_layers(
     close("output", got, out.local_part(expected), tolerance)
     weights = values(expected.shape, 99)
     for order in (1, 2) if second else (1,):
-        expected = slopes(expected, weights, [whole, *alone.parameters()], order)
-        got = slopes(got, out.local_part(weights), [part, *spread.parameters()], order)
+        expected = vjps(expected, weights, [whole, *alone.parameters()], order)
+        got = vjps(got, out.local_part(weights), [part, *spread.parameters()], order)
         names = ["input", *(name for name, _ in alone.named_parameters())]
         for name, a, b in zip(names, got, expected, strict=True):
             b = layout.local_part(b) if name == "input" else b
@@ -121,7 +121,7 @@ def first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def slopes(y: Tensor, weights: Tensor, inputs: list[Tensor], order: int) -> list[Tensor]:
+def vjps(y: Tensor, weights: Tensor, inputs: list[Tensor], order: int) -> list[Tensor]:
     """The gradients of Σ w·(y + y²), zero where there is none."""
     if not weights.numel() and not y.numel():
         weights = weights.reshape(y.shape)

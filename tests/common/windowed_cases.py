@@ -22,7 +22,7 @@ from torch import Tensor
 
 import tessel
 from covering import repeats
-from parity import Case, close, first, slopes, values
+from parity import Case, close, first, values, vjps
 from tessel import Layout, Partition
 from tessel.testing import count_traffic
 
@@ -122,8 +122,8 @@ def compute_to_file(case: Case, folder: Path) -> Path:
     layer = case.torch_layer()
     x = values(case.shape, case.seed).requires_grad_()
     y = layer(x)
-    grads = slopes(y, values(y.shape, 99), [x, *layer.parameters()], 1)
-    second = slopes(grads[0], x.detach(), [x, *layer.parameters()], 2)
+    grads = vjps(y, values(y.shape, 99), [x, *layer.parameters()], 1)
+    second = vjps(grads[0], x.detach(), [x, *layer.parameters()], 2)
     path = folder / f"{case.name}.pt"
     orders = [[each.detach() for each in order] for order in (grads, second)]
     torch.save((layer.state_dict(), x.detach(), y.detach(), orders), path)
@@ -141,7 +141,7 @@ def check_against_file(case: Case, path: Path) -> None:
     close("output", y, out.local_part(expected))
     mine = out.local_part(values(expected.shape, 99))
     for order, wanted in enumerate(orders, start=1):
-        got = slopes(y, mine, [part, *layer.parameters()], order)
+        got = vjps(y, mine, [part, *layer.parameters()], order)
         close(f"gradient of order {order} of the input", got[0], layout.local_part(wanted[0]))
         for a, b in zip(got[1:], wanted[1:], strict=True):
             close(f"gradient of order {order} of a parameter", a, b)
@@ -374,8 +374,8 @@ def _check_grid_case(case: GridCase) -> None:
     for order in (1, 2) if case.second else (1,):
         mine = outputs.local_part(weights)
         mine = mine if outputs.partition.active else mine.new_empty(got.shape)
-        wanted = slopes(expected, weights, [named[name] for name in names], order)
-        found = slopes(got, mine, [local[name] for name in names], order)
+        wanted = vjps(expected, weights, [named[name] for name in names], order)
+        found = vjps(got, mine, [local[name] for name in names], order)
         for name, a, b in zip(names, found, wanted, strict=True):
             what = f"gradient of order {order} of the {name}"
             if name == "input":

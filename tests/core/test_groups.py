@@ -40,7 +40,7 @@ def copies(alone: bool) -> list[float]:
     for operator in (move, Twice(move), move @ Move(rows, rows)):
         again = copy.deepcopy(operator)
         if not alone or P.rank == 0:
-            with pytest.raises(RuntimeError, match="call prepare"):
+            with pytest.raises(RuntimeError, match="call `prepare"):
                 again.group  # noqa: B018
         found.append(float(again(rows.local_part(torch.arange(6.0))).sum()))
         assert again.group.workers == P.ranks
@@ -64,7 +64,7 @@ def loaded(payload: bytes) -> list[Any]:
     found = []
     for use in (tell, lambda P, x: agree(P, "a call", numbers=[x]).numbers):
         P = pickle.loads(payload)
-        with pytest.raises(RuntimeError, match="call prepare"):
+        with pytest.raises(RuntimeError, match="call `prepare"):
             P.group  # noqa: B018
         told = use(P, P.rank) if P.active else P.prepare()
         found.append(told if P.active else None)

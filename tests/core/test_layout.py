@@ -152,10 +152,10 @@ def _halves(shape: tuple[int, ...] = (4,)) -> Cut:
 MISTAKES: dict[str, tuple[Callable[[tessel.Partition], Any], str]] = {
     "a cut missing": (lambda P: Layout(P, (4, 4), (_halves(),)), "one cut for each dimension"),
     "a part missing": (lambda P: Layout(P, (4,), (Cut((0,), ((0, 4),)),)), "2 parts, got 1"),
-    "beyond the end": (lambda P: Layout(P, (3,), (_halves(),)), "does not lie in dimension 0"),
-    "backwards": (lambda P: Layout(P, (4,), (Cut((0,), ((0, 2), (4, 2))),)), "does not lie"),
-    "axis used twice": (lambda P: Layout(P, (4, 4), (_halves(), _halves())), "not more"),
-    "split and shared": (lambda P: Layout(P, (4,), (_halves(),), (0,)), "not more"),
+    "beyond the end": (lambda P: Layout(P, (3,), (_halves(),)), "is out of bounds for dimension 0"),
+    "backwards": (lambda P: Layout(P, (4,), (Cut((0,), ((0, 2), (4, 2))),)), "is out of bounds"),
+    "axis used twice": (lambda P: Layout(P, (4, 4), (_halves(), _halves())), "only one dimension"),
+    "split and shared": (lambda P: Layout(P, (4,), (_halves(),), (0,)), "only one dimension"),
     "axis too large": (
         lambda P: Layout(P, (4,), (Cut((1,), ((0, 2), (2, 4))),)),
         "axis 1 is out of range",
@@ -172,7 +172,7 @@ MISTAKES: dict[str, tuple[Callable[[tessel.Partition], Any], str]] = {
     "lengths": (lambda P: Layout.from_lengths(P, [[1], [2]]), "as many axes"),
     "other shapes": (
         lambda P: tessel.Move(Layout.balanced(P, (4,)), Layout.balanced(P, (5,))),
-        "one global shape",
+        "the same global shape",
     ),
     "local part": (
         lambda P: Layout.balanced(P, (4,)).local_part(torch.ones(5)),

@@ -121,7 +121,7 @@ ERRORS = {
     "shape": "expected tensors from (6,) to (6,), got (6,) and (5,)",
     "shape on one": "expected tensors from (6,) to (6,), got (6,) and (5,)",
     "dtype on one": "expected torch.float32 on cpu, got torch.float64 on cpu",
-    "copies": "some of whose elements are one in memory",
+    "copies": "some of whose elements share memory",
 }
 
 

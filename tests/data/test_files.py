@@ -293,21 +293,21 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError, match="it is not overwritten"):
             tessel.save(x, path)
     assert os.listdir(tmp_path / "mine") == ["thesis.txt"]
-    with pytest.raises(ValueError, match=r"no file \.pt"):
+    with pytest.raises(ValueError, match=r"not a \.pt file"):
         tessel.save(x, tmp_path / "x.pt")
     with pytest.raises(ValueError, match="checkpoints have no chunks"):
         tessel.save(x, tmp_path / "x", chunks=(1,))
     for chunks in ((1, 1), (0,)):
-        with pytest.raises(ValueError, match="one length from 1 on"):
+        with pytest.raises(ValueError, match="one length of at least 1"):
             tessel.save(x, tmp_path / "x.zarr", chunks=chunks)
     with pytest.raises(ValueError, match="chunks: there is no 'y', but x"):
         tessel.save({"x": x}, tmp_path / "x.zarr", chunks={"y": (1,)})
     with pytest.raises(ValueError, match="use another name"):
         tessel.save({"tensor": x}, tmp_path / "x")
     for key in ("a/b", "", ".a", "__a"):
-        with pytest.raises(ValueError, match="zarr has no name"):
+        with pytest.raises(ValueError, match="cannot be a name in zarr"):
             tessel.save({key: x}, tmp_path / "x.zarr")
-    with pytest.raises(TypeError, match="names of tensors are text"):
+    with pytest.raises(TypeError, match="names of tensors must be strings"):
         tessel.save({3: x}, tmp_path / "x.zarr")
     with pytest.raises(TypeError, match=r"torch\.sparse_coo"):
         tessel.save(x.to_sparse(), tmp_path / "x.zarr")
@@ -318,6 +318,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
         tessel.load(tmp_path / "x.zarr", {"z": tessel.world()})
     with pytest.raises(ValueError, match="is a tensor, got a dict"):
         tessel.load(tmp_path / "x.zarr", {"x": {}})
-    with pytest.raises(ValueError, match="is neither a folder of zarr"):
+    with pytest.raises(ValueError, match="is neither a zarr folder"):
         tessel.load(tmp_path / "mine")
     assert sorted(os.listdir(tmp_path)) == ["mine", "x.zarr"]

@@ -285,7 +285,7 @@ def ragged() -> None:
         assert torch.equal(x.full(), torch.from_numpy(array)[None])
     loader = PartLoader(dataset, 2)
     text = raised(lambda: list(loader), ValueError)
-    assert "samples of one batch need one shape, got (2, 5) of sample 0 and (3, 5)" in text
+    assert "samples of a batch must have the same shape, got (2, 5) for sample 0 and (3, 5)" in text
 
 
 def test_sizes_that_differ(run: Run) -> None:
@@ -339,7 +339,7 @@ def wrong_transform() -> None:
     for new in (lambda x, place: x.float(), lambda x, place: x[:, 1:], lambda x, place: 3):
         dataset = PartDataset(source, grid_of(1, 1, 2, 1), transform=new)
         text = raised(lambda: list(PartLoader(dataset)), ValueError)  # noqa: B023
-        assert "a transform keeps shapes and dtypes" in text
+        assert "a transform must keep shapes and dtypes" in text
 
 
 def test_a_transform_that_changes_shapes(run: Run) -> None:
@@ -406,7 +406,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(ValueError):
             PartLoader(dataset, **options)
     if not torch.accelerator.is_available():
-        with pytest.raises(ValueError, match="pin_memory=True is for workers with a GPU"):
+        with pytest.raises(ValueError, match="pin_memory=True requires a GPU"):
             PartLoader(dataset, pin_memory=True)
     with pytest.raises(IndexError, match="there are 5 samples, got 7"):
         list(PartLoader(dataset, sampler=[1, 7]))
@@ -416,7 +416,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         PartDataset(images(), grid)
     with pytest.raises(TypeError, match="a Partition or a Layout"):
         PartDataset((source,), (3,))
-    with pytest.raises(ValueError, match="in the same form"):
+    with pytest.raises(ValueError, match="in the same structure"):
         PartDataset((source, source), (grid,))
     with pytest.raises(ValueError, match="on one grid"):
         PartDataset((source, source), (grid, grid_of(1)))

@@ -195,7 +195,7 @@ BAD = {
     "other dims": "same calls",
     "out of range": "dim 2 is out of range",
     "no dim": "gather(x, dim)",
-    "another dim": "the sharding says otherwise",
+    "another dim": "this contradicts the sharding",
     "copy of a shard": "gather(x)",
     "sum of shards": "gather(x)",
     "scatter of a shard": "gather(x)",

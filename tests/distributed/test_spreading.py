@@ -200,9 +200,9 @@ def mixed_calls() -> None:
             close("gradient of the other", of_x.full(), 2 * a * b**2)
     head = ParallelLinear(6, 8, dim=-1).double()
     loss = head(tessel.spread(a, lies((4, 6), 0))).square().sum()
-    slopes = torch.autograd.grad(loss, list(head.parameters()), retain_graph=True)
+    vjps = torch.autograd.grad(loss, list(head.parameters()), retain_graph=True)
     loss.backward(inputs=list(head.parameters()))
-    for slope, parameter in zip(slopes, head.parameters(), strict=True):
+    for slope, parameter in zip(vjps, head.parameters(), strict=True):
         close("gradients of parameters", slope, parameter.grad)
     assert P.active
 

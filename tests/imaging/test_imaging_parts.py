@@ -571,11 +571,11 @@ def check_learned(grid: tuple[int, ...], copies: int, shared: bool, adds_up: boo
         mine = parameters_of(physics, fs)
         got = bundle.data_fidelity(part)
         close("the loss", got, loss, TOLERANCE)
-        slopes = torch.autograd.grad(got, [part, *mine], allow_unused=True)
-        close("the gradient of the image", slopes[0], layout.local_part(expected[0]), TOLERANCE)
+        vjps = torch.autograd.grad(got, [part, *mine], allow_unused=True)
+        close("the gradient of the image", vjps[0], layout.local_part(expected[0]), TOLERANCE)
         here = bundle.physics.local_indices
         held = [*here, *(3 + k for k in (range(3) if shared else here))]
-        for k, (slope, wanted) in enumerate(zip(slopes[1:], expected[1:], strict=True)):
+        for k, (slope, wanted) in enumerate(zip(vjps[1:], expected[1:], strict=True)):
             assert (slope is not None) == (k in held), k
             if slope is not None:
                 close(f"the gradient of parameter {k}", slope, wanted, TOLERANCE)
@@ -698,16 +698,16 @@ def check_noise(grid: tuple[int, ...], copies: int) -> None:
                 mine = noisy.part_of(k, weights)
                 row = noisy.rows.own.partition
                 loss = tessel.core.shared.total((ys[k].square() * mine).sum(), row)
-                slopes = torch.autograd.grad(
+                vjps = torch.autograd.grad(
                     (expected.square() * weights).sum(), [whole, alone[0].filter], allow_unused=True
                 )
                 close(f"loss of {i}", loss, (expected.square() * weights).sum(), TOLERANCE)
                 if i == 0:
                     (slope,) = torch.autograd.grad(loss, physics[0].filter, retain_graph=True)
-                    close("the gradient of the filter", slope, slopes[1], TOLERANCE)
+                    close("the gradient of the filter", slope, vjps[1], TOLERANCE)
                 if copies == 1:
                     (slope,) = torch.autograd.grad(loss, part, retain_graph=True)
-                    close(f"gradient of {i}", slope, layout.local_part(slopes[0]), TOLERANCE)
+                    close(f"gradient of {i}", slope, layout.local_part(vjps[0]), TOLERANCE)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
@@ -801,7 +801,7 @@ EXPECTED = [
     "dtype differs between workers: torch.float64 on worker 0, torch.float32 on worker 1",
     "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
     "all workers must make the same calls",
-    "needs an image in parts that lie one after the other",
+    "needs an image in consecutive parts",
     "does not fit an image of (12, 10): 25 values are too many along 12",
     "does not fit an image of (12, 10): 13 values are too many along 12",
     "padding must be one of valid, circular, reflect, replicate, constant, got 'odd'",
@@ -845,11 +845,11 @@ def check_prior(grid: tuple[int, ...], copies: int, settings: dict[str, Any], ex
     close("the prior", got, layout.local_part(expected), TOLERANCE)
     weights = values(shape, 3)
     one, many = list(alone.parameters()), list(mine.parameters())
-    slopes = torch.autograd.grad((expected.square() * weights).sum(), [whole, *one])
+    vjps = torch.autograd.grad((expected.square() * weights).sum(), [whole, *one])
     loss = prior_loss(prior, part, layout, weights)
     found = torch.autograd.grad(loss, [part, *many])
-    close("the gradient of the image", found[0], layout.local_part(slopes[0]), TOLERANCE)
-    for each, slope in zip(found[1:], slopes[1:], strict=True):
+    close("the gradient of the image", found[0], layout.local_part(vjps[0]), TOLERANCE)
+    for each, slope in zip(found[1:], vjps[1:], strict=True):
         close("the gradient of a parameter", each, slope, TOLERANCE)
     close("the loss", loss, (expected.square() * weights).sum(), TOLERANCE)
 

@@ -282,9 +282,9 @@ def derive(mode: str) -> None:
         check(names, torch.autograd.grad((weights * slope).sum(), held), second)
         check(names, torch.autograd.grad((weights * got[0]).sum(), held), second)
         pairs = zip(alone, ys, strict=True)
-        vjps = [torch.autograd.grad((each.A(theirs) * y).sum(), theirs)[0] for each, y in pairs]
+        expected = [torch.autograd.grad((each.A(theirs) * y).sum(), theirs)[0] for each, y in pairs]
         own = physics.A_vjp(ours, [ys[i] for i in physics.local_indices])
-        close("A_vjp", own, sum(vjps), TOLERANCE)
+        close("A_vjp", own, sum(expected), TOLERANCE)
 
 
 def check(names: list[str], got: Any, expected: Any) -> None:
@@ -329,17 +329,17 @@ def closed_over() -> tuple[list[str], list[float]]:
             physics.A(x), known.A(x) * factor
         loss = DistributedDataFidelity(ctx, known, ys)(x).sum()
         back = known.A_adjoint(known.A(x) * tessel.distributed.copy(factor)).sum()
-        slopes = torch.autograd.grad(loss, scale), torch.autograd.grad(back, factor)
-        return texts, [slope.item() for (slope,) in slopes]
+        vjps = torch.autograd.grad(loss, scale), torch.autograd.grad(back, factor)
+        return texts, [slope.item() for (slope,) in vjps]
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_parts_of_a_gradient_are_refused(run: Run, nprocs: int) -> None:
-    for texts, slopes in run(closed_over, nprocs=nprocs):
+    for texts, vjps in run(closed_over, nprocs=nprocs):
         assert all("not what functions close over" in text for text in texts[:6])
         assert all("pass it in shared=" in text for text in texts[:6])
         assert all("tessel.distributed.copy(tensor)" in text for text in texts[6:])
-        assert slopes == [66.0, 168.0]  # Σ_i 3 (2 (i + 1) - 1) (i + 1), and Σ_i 3 (2 (i + 1))²
+        assert vjps == [66.0, 168.0]  # Σ_i 3 (2 (i + 1) - 1) (i + 1), and Σ_i 3 (2 (i + 1))²
 
 
 def kept_by_several(where: str) -> tuple[list[str], float]:
@@ -721,7 +721,7 @@ def test_operators_that_give_back_another_image() -> None:
         fidelity = DistributedDataFidelity(ctx, physics, measured(ctx, [truth().float()]))
         for call in (physics.A_adjoint_A, fidelity.grad):
             with pytest.raises(
-                ValueError, match=r"gave back one of shape \(1, 3, 12, 10\) and torch"
+                ValueError, match=r"returned an image of shape \(1, 3, 12, 10\) and torch"
             ):
                 call(truth())
         assert fidelity(truth()).dtype == torch.float64

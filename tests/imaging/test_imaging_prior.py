@@ -62,8 +62,8 @@ def compare(batch: int, overlap: bool) -> list[Tensor]:
         with torch.no_grad():
             got = prior.prox(signal, sigma_denoiser=0.1)
             close("prox", got, pnp.prox(x, sigma_denoiser=0.1), TOLERANCE)
-            slopes = DistributedPrior(ctx, red, "smart_tiling", x.shape, settings)
-            slope = slopes.grad(x, 0.1)
+            vjps = DistributedPrior(ctx, red, "smart_tiling", x.shape, settings)
+            slope = vjps.grad(x, 0.1)
             close("grad", slope, red.grad(x, 0.1), TOLERANCE)
             whole = DistributedPrior(ctx, pnp, "smart_tiling", x.shape, {"patch_size": None})
             assert whole.num_patches == 1
@@ -407,7 +407,7 @@ def test_priors_that_differ_between_workers_are_refused(run: Run, how: str) -> N
     """Each would denoise its own patches with a network of its own."""
     texts = run(make_for_itself, how, nprocs=2)
     assert len(set(texts)) == 1
-    refuses = "has other parameters on worker 1 than on worker 0" in texts[0]
+    refuses = "has different parameters on worker 1 and on worker 0" in texts[0]
     assert refuses == (how != "shared"), texts
     assert not refuses or "with ctx.shared_random():" in texts[0]
 

@@ -423,7 +423,7 @@ def test_one_operator_needs_no_list() -> None:
         assert (bundle.data_fidelity.grad(bundle.signal) + clean).abs().max() < 1e-6
         nonlinear = FactoryConfig([deepinv.physics.Haze()], [clean])
         assert not nonlinear.is_linear
-        with pytest.raises(ValueError, match="is for a prior, got prior=None"):
+        with pytest.raises(ValueError, match="requires a prior, got prior=None"):
             make_distrib_bundle(
                 ctx, factory_config=config, signal_shape=clean.shape, tiling=TilingConfig()
             )

@@ -422,7 +422,7 @@ def test_the_environment_asks_for_the_debug_mode(monkeypatch: pytest.MonkeyPatch
 
 def test_bad_shapes() -> None:
     with DistributedContext() as ctx:
-        with pytest.raises(ValueError, match=r"length 1 or more, got \(2, 0\)"):
+        with pytest.raises(ValueError, match=r"length at least 1, got \(2, 0\)"):
             DistributedSignal(ctx, (2, 0))
         with pytest.raises(ValueError, match="one axis for each of the 2 dimensions"):
             DistributedSignal(ctx, (2, 2), partition=(1, 1, 1))

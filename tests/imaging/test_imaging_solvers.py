@@ -882,7 +882,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(run: Run, tmp_path: Path,
     """Which wrote a folder, or a file, for each worker."""
     (tmp_path / "iteration-00000002" / name).mkdir(parents=True)
     ((kind, text),) = run(few, str(tmp_path), nprocs=1)
-    assert kind == "ValueError" and "is of an earlier version of Tessel" in text
+    assert kind == "ValueError" and "was written by an earlier version of Tessel" in text
     assert f"iteration-00000002/{name}" in text
 
 
@@ -950,7 +950,7 @@ def test_a_damaged_file_raises_on_all_workers(
     assert first == second and first[0] == "ValueError"
     assert f"the checkpoint in {tmp_path} cannot be read" in first[1] and "on worker " in first[1]
     assert f"{tmp_path}/iteration-00000002/{name}" in first[1]
-    assert "pass resume=False, or take another folder" in first[1]
+    assert "pass resume=False, or use another folder" in first[1]
 
 
 def few_steps(folder: Path) -> solvers.Solution:
@@ -1039,7 +1039,7 @@ def further_than_wanted(folder: str) -> str:
 def test_a_checkpoint_is_further_than_wanted(run: Run, tmp_path: Path, nprocs: int) -> None:
     for text in run(further_than_wanted, str(tmp_path), nprocs=nprocs):
         assert text.startswith("max_iterations=3, and the checkpoint in ")
-        assert "is of iteration 5; pass 5 or more" in text
+        assert "is at iteration 5; pass 5 or more" in text
 
 
 def test_tessel_and_torch_read_it(tmp_path: Path) -> None:
@@ -1083,7 +1083,9 @@ def test_a_checkpoint_of_other_measurements_is_refused(
 ) -> None:
     """Else a run would end at once, with the image of another problem."""
     for kind, text in run(with_other_measurements, str(tmp_path), nprocs=nprocs):
-        assert kind == "ValueError" and "is of another problem: on worker 0, the checksum" in text
+        assert (
+            kind == "ValueError" and "belongs to another problem: on worker 0, the checksum" in text
+        )
 
 
 def on_a_full_disk(folder: str) -> tuple[str, str]:
@@ -1266,7 +1268,7 @@ def test_other_bad_input() -> None:
         solvers.solve(method, [1.0])
     with pytest.raises(ValueError, match="dual_step"):
         solvers.CondatVu(problem, operator=problem.differ)
-    with pytest.raises(ValueError, match="no place for a prior"):
+    with pytest.raises(ValueError, match="takes no prior"):
         solvers.ChambollePock(problem, prior=L1())
     with pytest.raises(ValueError, match="must be finite and not zero"):
         solvers.power_iteration(problem.hessian, torch.zeros(SHAPE).double())
@@ -1335,7 +1337,7 @@ def spoil(change: str) -> tuple[str, str]:
         ("diverge", "FloatingPointError", "a smaller step may help"),
         ("shape", "ValueError", "got (1, 1, 3, 9)"),
         ("no layout", "ValueError", "how it lies on 2 workers"),
-        ("separate", "ValueError", "every index is one value"),
+        ("separate", "ValueError", "one value for each index"),
     ],
 )
 def test_all_workers_raise_the_same(run: Run, change: str, kind: str, text: str) -> None:

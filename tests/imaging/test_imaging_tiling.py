@@ -314,7 +314,7 @@ def test_batches_of_other_lengths_are_noticed() -> None:
             with pytest.raises(ValueError, match=text):
                 prior.prox(torch.zeros(2, 1, 6, 4))
         prior = DistributedPrior(ctx, lambda x: x[..., 1:], Rows, (2, 1, 6, 4))
-        with pytest.raises(ValueError, match="of the shape that it got"):
+        with pytest.raises(ValueError, match="of the shape of its input"):
             prior.prox(torch.zeros(2, 1, 6, 4))
 
 
@@ -352,7 +352,7 @@ def test_bad_strategies() -> None:
         create_strategy("clever", shape)
     with pytest.raises(ValueError, match="got 3"):
         create_strategy(3, shape)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"made already, for \(1, 1, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"was created for \(1, 1, 8, 8\)"):
         create_strategy(Rows(shape), (1, 1, 9, 9))
     with pytest.raises(ValueError, match="expected one number, or 2"):
         SmartTilingStrategy(shape, (1, 2, 3))

@@ -210,14 +210,14 @@ def test_a_training_with_both(run: Run) -> None:
 def unsayable() -> None:
     world, mesh = tessel.world(), mesh_of((4,))
     balanced = tessel.spread(data((10, 3)), world.create_cartesian_topology_partition([4, 1]))
-    with pytest.raises(ValueError, match=r"DTensor cannot say .* torch.chunk .*move_to"):
+    with pytest.raises(ValueError, match=r"DTensor cannot represent .* torch.chunk .*move_to"):
         balanced.to_dtensor()
     chunked = balanced.move_to(layout_of(mesh, [Shard(0)], (10, 3)))
     assert [*chunked.to_dtensor(mesh).to_local().shape] == [[3, 3], [3, 3], [3, 3], [1, 3]][
         world.rank or 0
     ]
     halo = tessel.spread(data((8,)), Layout.balanced(world, (8,)).grow([(1, 0)]))
-    with pytest.raises(ValueError, match="DTensor cannot say"):
+    with pytest.raises(ValueError, match="DTensor cannot represent"):
         halo.to_dtensor()
     grid = world.create_cartesian_topology_partition([2, 2])
     turned = Layout(
@@ -225,7 +225,7 @@ def unsayable() -> None:
         (8,),
         (tessel.core.layout.Cut((1, 0), Layout.balanced(world, (8,)).cuts[0].intervals),),
     )
-    with pytest.raises(ValueError, match="DTensor cannot say"):
+    with pytest.raises(ValueError, match="DTensor cannot represent"):
         tessel.spread(data((8,)), turned).to_dtensor()
     for op in ("avg", "max"):
         d = DTensor.from_local(data((3,)), mesh, [Partial(op)], run_check=False)

@@ -181,7 +181,7 @@ def test_endpoints_are_parsed_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", ":1", "h:", "h:0", "h:65536", "h:-1", "h:1x", "h:¹", "a b:1"])
 def test_these_are_no_endpoints(text: str) -> None:
-    with pytest.raises(ValueError, match="expected HOST:PORT, as host0:29400"):
+    with pytest.raises(ValueError, match="expected HOST:PORT, such as host0:29400"):
         Endpoint(text)
 
 

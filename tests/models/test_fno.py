@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 import tessel
-from parity import close, slopes, values
+from parity import close, values, vjps
 from tessel import Layout, Partition
 from tessel.models import FNO
 from tessel.nn import DistributedMSELoss
@@ -153,8 +153,8 @@ def check(case: Case, second: bool) -> None:
     names = [name for name, _ in model.named_parameters()]
     assert names == list(state)
     for order in (1, 2) if second else (1,):
-        expected_slopes = slopes(expected, weights, [whole, *state.values()], order)
-        got_slopes = slopes(got, out.local_part(weights), [part, *model.parameters()], order)
+        expected_slopes = vjps(expected, weights, [whole, *state.values()], order)
+        got_slopes = vjps(got, out.local_part(weights), [part, *model.parameters()], order)
         close(
             "gradient of the input", got_slopes[0], layout.local_part(expected_slopes[0]), TOLERANCE
         )

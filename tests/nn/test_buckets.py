@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import tessel
-from parity import check_layers, close, slopes, values
+from parity import check_layers, close, values, vjps
 from tessel import Layout, Move, Partition
 from tessel.core import boxes, shared
 from tessel.core.shared import GradientBucket
@@ -863,7 +863,7 @@ def check_refusals() -> None:
         tessel.nn.fuse_gradients(nn.Conv2d(1, 1, 1))
     model = ByHand(P)
     model.forward = lambda x: x
-    with pytest.raises(NotImplementedError, match="forward of its own"):
+    with pytest.raises(NotImplementedError, match="forward attribute of its own"):
         tessel.nn.fuse_gradients(model)
     model = tessel.nn.fuse_gradients(ByHand(P).double())
     derive(model, images(P))
@@ -944,7 +944,7 @@ def test_slopes_are_those_of_torch_in_one_process() -> None:
     x = values((2, 3, 8, 8), 1)
     for _ in range(2):
         weights = values((2, 3, 8, 8), 2)
-        got = slopes(spread(x), weights, list(spread.parameters()), 1)
-        expected = slopes(alone(x), weights, list(alone.parameters()), 1)
+        got = vjps(spread(x), weights, list(spread.parameters()), 1)
+        expected = vjps(alone(x), weights, list(alone.parameters()), 1)
         assert all(map(torch.equal, got, expected))
     assert not spread.forward.schedule.uses

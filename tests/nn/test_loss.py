@@ -145,7 +145,7 @@ def part(whole: Tensor, layout: Layout, class_dim: int) -> Tensor:
     return whole[tuple(slice(*interval) for interval in box)]
 
 
-def slopes(y: Sequence[Tensor], weights: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def vjps(y: Sequence[Tensor], weights: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of Σ w·(y + y²), zero where there is none."""
     pairs = [(w, each) for w, each in zip(weights, y, strict=True) if each.requires_grad]
     objective = sum((w * (each + each.square())).sum() for w, each in pairs)
@@ -175,15 +175,15 @@ def check_case(case: Case) -> None:
     weights = values(expected.shape, 99)
     is_none = dict(case.settings).get("reduction") == "none"
     near("value", got, part(expected, layout, dim) if is_none else expected)
-    want = slopes([expected], [weights], all_whole)
-    have = slopes([got], [part(weights, layout, dim) if is_none else weights], all_mine)
+    want = vjps([expected], [weights], all_whole)
+    have = vjps([got], [part(weights, layout, dim) if is_none else weights], all_mine)
     seeds = [values(each.shape, 7 + k) for k, each in enumerate(all_whole)]
     own_seeds = [part_of(each, layout, dim) for each in seeds]
     for order in (1, 2):
         for k, (a, b) in enumerate(zip(have, want, strict=True)):
             near(f"gradient of order {order} of input {k}", a, part_of(b, layout, dim))
         if order == 1:
-            want, have = slopes(want, seeds, all_whole), slopes(have, own_seeds, all_mine)
+            want, have = vjps(want, seeds, all_whole), vjps(have, own_seeds, all_mine)
 
 
 def near(what: str, got: Tensor, expected: Tensor) -> None:
@@ -735,8 +735,8 @@ def lie_otherwise(name: str, reduction: str) -> None:
         got, result = layer.compute(mine[0], layout, *mine[1:])
         near("value", got, result.local_part(expected))
         weights = values(expected.shape, 9)
-        want = slopes([expected], [weights], all_whole)
-        have = slopes([got], [result.local_part(weights)], all_mine)
+        want = vjps([expected], [weights], all_whole)
+        have = vjps([got], [result.local_part(weights)], all_mine)
         for a, b in zip(have, want, strict=True):
             near("gradient", a, part_of(b, layout, 1))
 

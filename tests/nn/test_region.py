@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tessel
 from covering import repeats
-from parity import OnGrid, check_layers, close, slopes, values
+from parity import OnGrid, check_layers, close, values, vjps
 from tessel import Layout, Partition
 from tessel.testing import count_traffic
 
@@ -111,7 +111,7 @@ def check_like_the_chain(chain: Chain, region: nn.Module, x: Tensor, layout: Lay
         if not layout.partition.active:
             continue
         weights = layout.resized(_whole_shape(chain)).local_part(values(_whole_shape(chain), 7))
-        results.append((y, *slopes(y, weights, [part, *model.parameters()], 2)))
+        results.append((y, *vjps(y, weights, [part, *model.parameters()], 2)))
     for number, (expected, got) in enumerate(zip(*results, strict=True) if results else ()):
         assert got.shape == expected.shape
         close(f"value {number} of the chain", got, expected)

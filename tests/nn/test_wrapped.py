@@ -156,7 +156,7 @@ def check_data_parallel() -> None:
     )
     assert tessel.nn.data_parallel(alone) is alone  # one replica
     rows = Partition((0, 1, 2), (1, 1, 3, 1)), Partition((3,), (1, 1, 1, 1))
-    with pytest.raises(ValueError, match="partitions of one size"):
+    with pytest.raises(ValueError, match="partitions must have the same size"):
         tessel.nn.data_parallel(distribute_module(made(), rows[tessel.world().rank == 3]))
 
 

@@ -439,7 +439,7 @@ def in_double(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-# -- slopes ---------------------------------------------------------------------------------------
+# -- vjps ---------------------------------------------------------------------------------------
 
 
 def loss_of(y: Tensor, weights: Tensor) -> Tensor:
@@ -447,9 +447,7 @@ def loss_of(y: Tensor, weights: Tensor) -> Tensor:
     return ((weights.conj() * y).real + 0.5 * (y * y.conj()).real).sum()
 
 
-def slopes(
-    y: Tensor, weights: Tensor, inputs: Sequence[Tensor], create_graph: bool
-) -> list[Tensor]:
+def vjps(y: Tensor, weights: Tensor, inputs: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
     """The gradients of the loss, zero where there is none."""
     loss = loss_of(y, weights)
     grads = torch.autograd.grad(loss, inputs, create_graph=create_graph, allow_unused=True)
@@ -494,14 +492,14 @@ class Reference:
     def _apply(self, matrix: Dense, x: Tensor) -> Tensor:
         return _applied(matrix, x, self.operator.domain.shape, self.operator.codomain.shape)
 
-    def slopes(self, x: Tensor, weights: Tensor, seconds: Tensor | None) -> Expected:
+    def vjps(self, x: Tensor, weights: Tensor, seconds: Tensor | None) -> Expected:
         """By torch's own derivatives of the dense matrix; of second order if asked."""
         point = in_double(x).detach().requires_grad_()
         theta = {leaf: in_double(each).requires_grad_() for leaf, each in self.theta.items()}
         inputs = [point, *theta.values()]
         y = self._apply(dense(self.spec, theta), point)
-        first = slopes(y, in_double(weights), inputs, seconds is not None)
-        second = [] if seconds is None else slopes(first[0], in_double(seconds), inputs, False)
+        first = vjps(y, in_double(weights), inputs, seconds is not None)
+        second = [] if seconds is None else vjps(first[0], in_double(seconds), inputs, False)
         return Expected(y.detach(), [each.detach() for each in first], second)
 
 
@@ -573,11 +571,11 @@ def _check_slopes(
     near: float,
 ) -> None:
     seconds = values(x.shape, x.dtype, 5)
-    expected = reference.slopes(x, weights, seconds)
+    expected = reference.vjps(x, weights, seconds)
     point = x.clone().requires_grad_()
     inputs = [point, *theta.values()]
-    first = slopes(A * point, weights, inputs, True)
-    again = slopes(first[0], seconds, inputs, False)
+    first = vjps(A * point, weights, inputs, True)
+    again = vjps(first[0], seconds, inputs, False)
     names = ["x", *map(str, reference.theta)]
     close_together("gradient", names, first, expected.first, near)
     close_together("second gradient", names, again, expected.second, 10 * near)
@@ -719,7 +717,7 @@ def _check_spread(case: Spread) -> None:
         bound.H * torch.empty(0, dtype=A.codomain.dtype)
         return
     assert y.dtype == A.codomain.dtype
-    expected = reference.slopes(x, w, v if case.second else None)
+    expected = reference.vjps(x, w, v if case.second else None)
     close("A x", in_double(y), _local(sides.target, expected.y, case), near)
     _check_gradients(case, S, sides, (point, mine, y), (w, v), expected, known)
     with torch.no_grad():
@@ -766,11 +764,11 @@ def _check_gradients(
         return [*([] if case.fixed else [_local(sides.source, whole[0], case)]), *stored]
 
     second = case.second and not case.fixed
-    grads = slopes(y, _local(sides.target, w, case), inputs, second)
+    grads = vjps(y, _local(sides.target, w, case), inputs, second)
     names = [*([] if case.fixed else ["x"]), *map(str, theta)]
     close_together("gradient", names, grads, parts(expected.first), near, sizes[0])
     if second:
-        again = slopes(grads[0], _local(sides.source, v, case), inputs, False)
+        again = vjps(grads[0], _local(sides.source, v, case), inputs, False)
         wanted = parts(expected.second)
         close_together("second gradient", names, again, wanted, 10 * near, sizes[1])
 

@@ -381,7 +381,7 @@ def check_product(n: Shape, T: torch.dtype, grid: Shape) -> None:
 
     wholes = [each.clone().requires_grad_() for each in (u, v)]
     expected = convolved(*wholes, n, T)
-    slopes = torch.autograd.grad((weight.conj() * expected).real.sum(), wholes)
+    vjps = torch.autograd.grad((weight.conj() * expected).real.sum(), wholes)
 
     F: Any = distribute(padded(n, T), grid, "anywhere")
     local = F.layout_out.local_part
@@ -389,7 +389,7 @@ def check_product(n: Shape, T: torch.dtype, grid: Shape) -> None:
     y = F * ((F.inv * mine[0]) * (F.inv * mine[1]))
     close("product", y * local(mask), local(expected))
     grads = torch.autograd.grad((local(weight).conj() * y).real.sum(), mine)
-    for grad, slope in zip(grads, slopes, strict=True):
+    for grad, slope in zip(grads, vjps, strict=True):
         close("gradient", grad * local(mask), local(slope * mask))
 
 

@@ -920,7 +920,7 @@ def test_what_is_wrong_on_one_worker_raises_on_all(run: Run, nprocs: int) -> Non
         "batch": "the number of dimensions differs between workers",
         "columns": "workers 0 and 1 have parts of the same columns, but 2 and 3 of them",
         "vec": "some workers pass a vec and others a tensor with its dimensions",
-        "sparse": "worker 1 passed no tensor, or one of a dtype, device or layout",
+        "sparse": "worker 1 passed no tensor, or one whose dtype, device or layout",
         "θ": "with no θ for ParMatrix",
         "whole θ": "all of ParDiagonal",
         "gradient of θ": "which needs a gradient",

@@ -260,4 +260,4 @@ def test_plan_for_a_model(capsys: Any) -> None:
         assert main([*words, model]) == 2
         assert error in capsys.readouterr().err
     assert main([*words, "models:ResNet18", "--modes", "3"]) == 2
-    assert "--modes belongs to operators" in capsys.readouterr().err
+    assert "--modes applies to operators" in capsys.readouterr().err

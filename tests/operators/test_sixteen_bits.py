@@ -86,8 +86,8 @@ def in_64_bits(
     pairs = zip(twin.leaves, whole.values(), strict=True)
     theta = {leaf: given(value).requires_grad_() for leaf, value in pairs}
     y = (twin(tessel.operators.Parameters(theta)) if theta else twin) * point
-    slopes = torch.autograd.grad((y * given(weights)).sum(), [point, *theta.values()])
-    return [y.detach(), *slopes]
+    vjps = torch.autograd.grad((y * given(weights)).sum(), [point, *theta.values()])
+    return [y.detach(), *vjps]
 
 
 def check_factors(T: torch.dtype) -> None:

@@ -251,7 +251,7 @@ def test_weights_that_are_damaged_or_of_another_model(run: Any, tmp_path: Path) 
     assert first == second and f"on worker 0, {path} is damaged" in first
     tessel.nn.save_weights(torch.nn.Linear(2, 2), path)
     first, second = run(load_text, str(path), nprocs=2)
-    assert first == second and "is of another model: only the model has 0.bias" in first
+    assert first == second and "belongs to another model: only the model has 0.bias" in first
 
 
 def unwritable(path: str) -> str:

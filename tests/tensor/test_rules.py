@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import tessel
-from parity import close, slopes, values
+from parity import close, values, vjps
 from tessel import Layout
 from tessel.nn.convert import outside
 from tessel.tensor.table import tensors
@@ -138,8 +138,8 @@ def compare(alone: Body, spread: Body, inputs: Any, outputs: Any, layout: Layout
             losses.append((a, weights, b, where.local_part(weights)))
     if losses:
         wanted = [inputs[0], *alone.parameters()], [inputs[1], *spread.parameters()]
-        one = summed([slopes(a, w, wanted[0], 1) for a, w, _, _ in losses])
-        many = summed([slopes(b, w, wanted[1], 1) for _, _, b, w in losses])
+        one = summed([vjps(a, w, wanted[0], 1) for a, w, _, _ in losses])
+        many = summed([vjps(b, w, wanted[1], 1) for _, _, b, w in losses])
         names = ["input", *(name for name, _ in alone.named_parameters())]
         for name, a, b in zip(names, one, many, strict=True):
             a = layout.local_part(a) if name == "input" else a

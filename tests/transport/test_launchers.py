@@ -196,7 +196,7 @@ SEVERAL_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         (OF_OPEN_MPI | SEVERAL_HOSTS, "-x MASTER_ADDR=…, or TESSEL_LAUNCHER=none"),
         (OF_OPEN_MPI | SEVERAL_HOSTS | {"PBS_NODEFILE": "/nowhere"}, "set MASTER_ADDR"),
         (OF_MPICH | {"MPI_LOCALNRANKS": "3"}, "-genv MASTER_ADDR …"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "it does not say on how many"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "on an unknown number of them"),
         (without(OF_OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set; set RANK"),
         (without(OF_MPICH, "PMI_SIZE"), "PMI_RANK=2 says that mpirun of MPICH or Intel MPI has"),
         (
@@ -209,7 +209,7 @@ SEVERAL_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         (OF_SRUN | {"SLURM_PROCID": "one"}, "SLURM_PROCID must be a whole number of 0 or more"),
         (OF_SRUN | {"SLURM_GTIDS": "0,1,2,3,4"}, "SLURM_GTIDS=0,1,2,3,4"),
         (OF_SRUN | {"SLURM_STEP_NODELIST": "node[3-1]"}, "SLURM_STEP_NODELIST: expected ranges"),
-        (without(OF_SRUN, "SLURM_GTIDS") | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "must be as 2(x3)"),
+        (without(OF_SRUN, "SLURM_GTIDS") | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "look like 2(x3)"),
         (OF_SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but srun says 4; unset it"),
         (OF_SRUN | {"RANK": "0"}, "RANK is 0, but srun says 3; unset it"),
         (OF_SRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT must be from 1 to 65535, got 70000"),
@@ -341,14 +341,14 @@ def test_a_task_that_does_not_come_is_named_by_all() -> None:
 def test_nobody_listens() -> None:
     (found,) = outcomes([job_of(1, free_port())], 0.5)
     assert "worker 1 of 2, started by srun; all meet at 127.0.0.1:" in found
-    assert "MASTER_ADDR and MASTER_PORT choose another place" in found
+    assert "MASTER_ADDR and MASTER_PORT choose another address" in found
 
 
 def test_the_port_of_another_job() -> None:
     port = free_port()
     found = outcomes([job_of(0, port), job_of(1, port, name="other")], 2.0)
     assert "workers 1 did not come" in found[0]
-    assert "who listens there has 2 tasks of test" in found[1] and "set MASTER_PORT" in found[1]
+    assert "listens there has 2 tasks of test" in found[1] and "set MASTER_PORT" in found[1]
 
 
 def test_two_tasks_with_one_number() -> None:

@@ -132,7 +132,7 @@ def build(
     float32 3×16×16
     """
     if modes is not None and name != "fno":
-        raise ValueError(f"--modes belong to the operator fno, not to {name}")
+        raise ValueError(f"--modes applies to the operator fno, not to {name}")
     # Unless something else is said, 20 channels, and 12 modes along each dimension.
     kept = None
     if name == "fno":

@@ -80,7 +80,7 @@ def plan_model(args: argparse.Namespace, machine: Machine) -> int:
     """Compare grids for a model, as the arguments of `tessel plan` ask for it."""
     for name in ("channels", "modes", "partition", "picture", "anywhere"):
         if getattr(args, name):
-            raise ValueError(f"--{name} belongs to operators, not to --model")
+            raise ValueError(f"--{name} applies to operators, not to --model")
     if args.workers < 1 or len(args.shape) < 3:
         raise ValueError(
             f"--model needs 1 worker or more, and --shape with batch, channels and space; got "
@@ -209,7 +209,7 @@ def best_grids(
     most = (shape[0], 1, *shape[2:])
     grids = factorings(workers, most)
     if not grids:
-        raise ValueError(f"{workers} workers are more than an input of shape {shape} has places")
+        raise ValueError(f"an input of shape {shape} cannot be split over {workers} workers")
     found = [predicted(calls, parameters, grid, workers, machine) for grid in grids]
     return sorted(found, key=lambda each: (each.time, each.bytes))
 

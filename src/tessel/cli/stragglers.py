@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 TICK = 0.2  # seconds between two looks
-PATIENCE = 5.0  # seconds for which a worker may leave the signal unseen
+SECONDS_TO_NOTICE = 5.0  # seconds for which a worker may leave the signal unseen
 
 
 class Stragglers(threading.Thread):
@@ -56,6 +56,6 @@ class Stragglers(threading.Thread):
                     since = self._since.setdefault(pid, time.monotonic())
                     if status["State"][0] in "Tt":
                         os.kill(pid, signal.SIGCONT)  # and it sees the other signal
-                    if time.monotonic() - since > PATIENCE:
+                    if time.monotonic() - since > SECONDS_TO_NOTICE:
                         self.killed.add(pid)
                         os.kill(pid, signal.SIGKILL)

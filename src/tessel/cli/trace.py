@@ -222,7 +222,16 @@ def draw(path: str | Path) -> Figure:
             bars = [(start * scale, width * scale) for start, width in bars]
             ax.broken_barh(bars, (line - 0.36, 0.72), facecolors=_COLOURS[row], linewidth=0)
         for event in own:
-            _label(ax, event, line, length, scale)
+            width, text = event["dur"] / 1e6, event["name"]
+            room = width / length / 0.0085  # characters of this size in the whole width
+            if event["cat"] == "waiting":
+                text = f"for {event['args']['worker']}"
+                more = f"{text}, in {event['args']['layer'] or event['args']['in']}"
+                text = more if room > len(more) else text
+            if room >= max(4, len(text)):
+                middle = (event["ts"] / 1e6 + width / 2) * scale
+                ax.text(middle, line, text, ha="center", va="center", fontsize=7.5, color=_INK,
+                        clip_on=True)  # fmt: skip
         total = sum(found.rows[worker].values()) or 1.0
         share = found.rows[worker]["waiting"] / total
         note = f"waits {share:.0%}\n{num_bytes(found.sent[worker])} sent"
@@ -255,18 +264,3 @@ def _joined(bars: list[tuple[float, float]], length: float) -> list[tuple[float,
         else:
             found.append((begin, end - begin))
     return found
-
-
-def _label(ax: Any, event: dict[str, Any], line: int, length: float, scale: float) -> None:
-    """Write into a bar what it is, if there is room."""
-    width = event["dur"] / 1e6
-    text = event["name"]
-    if event["cat"] == "waiting":
-        text = f"for {event['args']['worker']}"
-        others = f"{text}, in {event['args']['layer'] or event['args']['in']}"
-        text = others if width / length > 0.0085 * len(others) else text
-    room = width / length / 0.0085  # characters of this size in the whole width
-    if room < 4 or len(text) > room:
-        return
-    middle = (event["ts"] / 1e6 + width / 2) * scale
-    ax.text(middle, line, text, ha="center", va="center", fontsize=7.5, color=_INK, clip_on=True)

@@ -95,8 +95,8 @@ class Signature:
         is_right = 0 <= dtype < len(_DTYPES) and 0 <= device < len(_DEVICES)
         if not is_right or not 0 <= ndim <= _MOST_DIMS or min(lengths) < 0:
             raise ValueError(
-                f"a worker described its tensor by {words}, which mean nothing; all workers must "
-                f"run the same version of Tessel"
+                f"a worker described its tensor with {words}, which this version of Tessel cannot "
+                "read; all workers must run the same version"
             )
         return cls(
             tuple(lengths[: min(ndim, MAX_DIM)]) + (0,) * (ndim - MAX_DIM),
@@ -264,13 +264,15 @@ def _held(label: str, workers: tuple[int, ...], givers: tuple[int, ...], told: b
     for worker, signature in given.items():
         if signature.dtype is None:
             raise ValueError(
-                f"{label}: worker {worker} passed no tensor, or one of a dtype, device or "
-                f"layout that cannot be moved; dense tensors of the usual dtypes can"
+                f"{label}: worker {worker} passed no tensor, or one whose dtype, device or layout "
+                "cannot be moved; only dense tensors of the usual dtypes can"
             )
     shapes = {worker: each.shape for worker, each in given.items()}
     ndim = same({w: len(shape) for w, shape in shapes.items()}, "number of dimensions", label)
     if ndim > MAX_DIM:
-        raise ValueError(f"{label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
+        raise ValueError(
+            f"{label}: tensors of at most {MAX_DIM} dimensions can be moved, got {ndim}"
+        )
     return shapes, TensorMeta(
         same({w: each.dtype for w, each in given.items()}, "dtype", label),
         same({w: each.device for w, each in given.items()}, "device", label),
@@ -286,19 +288,19 @@ def _check_modes(label: str, said: dict[int, Signature]) -> None:
     # A compiled call has fixed shapes: workers compile it together or not at all.
     if compiling and len(compiling) < len(said):
         raise ValueError(
-            f"{label}: workers {compiling} compile this call anew and the others do not, "
-            f"since only their tensors changed shape; change all, or do not compile the call"
+            f"{label}: workers {compiling} recompile this call and the others do not, since only "
+            "their tensors changed shape; change all of them, or do not compile the call"
         )
     if compiling and needs and len(needs) < len(said):
         raise ValueError(
-            f"{label}: only workers {needs} need a gradient, and a compiled call has no "
-            f"backward pass on the others; let all inputs need one, also empty ones"
+            f"{label}: only workers {needs} need a gradient, and a compiled call has no backward "
+            "pass on the others; let all inputs need one, including empty ones"
         )
     # A worker under no_grad() would not take part in the backward exchange of the others.
     if needs and forbids:
         raise ValueError(
-            f"{label}: workers {needs} need a gradient and workers {forbids} run under "
-            f"torch.no_grad(), so that there would be no backward pass; do the same on all"
+            f"{label}: workers {needs} need a gradient, but workers {forbids} run under "
+            "torch.no_grad(), so there would be no backward pass; do the same on all workers"
         )
 
 

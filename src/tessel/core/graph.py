@@ -1,4 +1,4 @@
-"""How a compiler sees this library: operators are opaque nodes of its graph.
+"""Compiled code: operators as opaque nodes of a compiler's graph, and how layers are traced.
 
 A layer or a converted model is traced once, by all workers together, on tensors without values:
 what it computes with parts is in the graph then, and its movements are nodes.

@@ -112,13 +112,13 @@ class Layout:
             for start, stop in cut.intervals:
                 if not 0 <= start <= stop <= length:
                     raise ValueError(
-                        f"interval {(start, stop)} does not lie in dimension {dim} of length "
+                        f"interval {(start, stop)} is out of bounds for dimension {dim} of length "
                         f"{length}"
                     )
         if len(set(used) | set(self.shared)) < len(used) + len(self.shared):
             raise ValueError(
-                f"an axis splits one dimension or holds copies, not more: axes {used} split, "
-                f"axes {list(self.shared)} are shared"
+                f"an axis can split only one dimension, or hold copies: axes {used} split "
+                f"dimensions, axes {list(self.shared)} are shared"
             )
 
     @classmethod
@@ -178,7 +178,7 @@ class Layout:
             if layout.shape_on(worker) != shapes[worker]:
                 raise ValueError(
                     f"the local shapes do not fit together on {partition}: worker {worker} has "
-                    f"{shapes[worker]}, its neighbours on the grid ask for "
+                    f"{shapes[worker]}, but its neighbours on the grid imply "
                     f"{layout.shape_on(worker)}"
                 )
         return layout
@@ -474,8 +474,8 @@ def zero_volume_tensor(
     if b is not None and (not isinstance(b, SupportsIndex) or as_int(b) < 0):
         kind = f"; for its kind write zero_volume_tensor(dtype={b})"
         raise ValueError(
-            f"zero_volume_tensor takes the batch size b first, an integer from 0 on, got {b!r}"
-            f"{kind if isinstance(b, torch.dtype) else ''}"
+            "zero_volume_tensor takes the batch size b first, an integer of at least 0, got "
+            f"{b!r}{kind if isinstance(b, torch.dtype) else ''}"
         )
     shape = (0,) if b is None else (as_int(b), 0)
     return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)

@@ -127,7 +127,9 @@ class LinearOperator(HasHandle):
     def group(self) -> transport.Group:
         """All workers that hold a part of the input or the output; `prepare` makes it."""
         if self._group is None:
-            raise RuntimeError(f"{self}: its group was not made yet; call prepare() on all workers")
+            raise RuntimeError(
+                f"{self} has no process group yet; call `prepare()` on all workers first"
+            )
         return self._group
 
     @cached_property
@@ -295,28 +297,24 @@ class Entering(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if is_compiling():
             return placed(x, self)
-        self._check_settings()
-        layout = self.agree(x)
-        if layout != self.domain:
-            raise ValueError(
-                f"{self.label}: this call was compiled for {self.domain}, and not for "
-                f"{layout}; compiled calls have fixed shapes on all workers"
-            )
-        return x.clone()
-
-    def _check_settings(self) -> None:
-        """Raise if a setting has changed since the first run: the graph has the old one."""
         module = None if self.module is None else self.module()
         now = [] if module is None else settings_in(module)
         if self.settings is None:
             self.settings = now
-        if now != self.settings:
+        if now != self.settings:  # since the first run: the graph has the old one
             pairs = zip_longest(now, self.settings, fillvalue=("a module", None))
             (name, new), (_, old) = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"{self.label}: {name} is {new}, and this call was compiled with {old}; "
-                f"put it back, or call torch.compiler.reset() on all workers to compile it anew"
+                f"{self.label}: {name} is {new}, but this call was compiled with {old}; restore "
+                "it, or call torch.compiler.reset() on all workers to recompile"
             )
+        layout = self.agree(x)
+        if layout != self.domain:
+            raise ValueError(
+                f"{self.label}: this call was compiled for {self.domain}, not for {layout}; "
+                "compiled calls have fixed shapes on all workers"
+            )
+        return x.clone()
 
 
 T = TypeVar("T")
@@ -395,7 +393,7 @@ class Compiled(LinearOperator):
         operator, _ = self.agreement.agree_on(self.signature)
         if operator != self.operator:
             raise ValueError(
-                f"{self.agreement.label}: this call was compiled for other shapes than "
+                f"{self.agreement.label}: this call was compiled for shapes other than "
                 f"{operator.domain}; compiled calls have fixed shapes on all workers"
             )
         return operator._apply(x)

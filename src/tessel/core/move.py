@@ -77,8 +77,8 @@ class Move(LinearOperator):
     def __post_init__(self) -> None:
         if self.domain.shape != self.codomain.shape:
             raise ValueError(
-                f"a move needs two layouts of one global shape: from {self.domain} "
-                f"to {self.codomain}"
+                f"a move needs two layouts with the same global shape: from {self.domain} to "
+                f"{self.codomain}"
             )
         self.prepare()
 
@@ -95,7 +95,9 @@ class Move(LinearOperator):
 
     def check_dtype(self, dtype: torch.dtype, label: str) -> None:
         if dtype in UNSUMMABLE and not self.domain.owns_once:
-            raise ValueError(f"{label}: {dtype} cannot be summed; convert it, say to torch.int64")
+            raise ValueError(
+                f"{label}: {dtype} cannot be summed; convert it, for example to torch.int64"
+            )
 
     def plan_ahead(self) -> None:
         super().plan_ahead()
@@ -176,7 +178,7 @@ class Move(LinearOperator):
         if out.requires_grad and torch.is_grad_enabled():
             return "which requires a gradient: pass out.detach()"
         if any(step == 0 for n, step in zip(out.shape, out.stride(), strict=True) if n > 1):
-            return "some of whose elements are one in memory: pass a tensor of its own"
+            return "some of whose elements share memory: pass a tensor that owns its memory"
         return ""
 
     def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
@@ -269,7 +271,7 @@ class Move(LinearOperator):
         receives = [first.begin(x)]
 
         def wait() -> Tensor:
-            y = receives.pop()()  # what was sent is not kept until the last stage has landed
+            y = receives.pop()()  # what was sent is not kept until the last stage is over
             for stage in rest:
                 y = stage.begin(y)()
             return self._as_output(y)
@@ -398,11 +400,11 @@ class Stage:
 
     def _joined(self, x: Tensor, dim: int, row: Sequence[tuple[int, int]]) -> Tensor:
         """The output on a GPU, where each copy is a launch: all that comes in one kernel."""
-        sends, shape = self._sends(x), self.plan.target_shape
-        there = {each.worker: each.tensor for each in sends if each.worker == self._worker}
+        sends, shape, worker = self._sends(x), self.plan.target_shape, transport.this_worker()
+        there = {each.worker: each.tensor for each in sends if each.worker == worker}
         places = [
             ReceiveBuffer(peer, there[peer] if peer in there else x.new_empty(lengths))
-            for peer, lengths in self._arrivals
+            for peer, lengths in self._incoming_shapes
         ]
         came = self.group.bring(sends, places, x.device)
         before, after = prod(shape[:dim]), prod(shape[dim + 1 :])
@@ -416,11 +418,7 @@ class Stage:
         return torch.cat(parts, 1).view(shape)
 
     @cached_property
-    def _worker(self) -> int:
-        return transport.this_worker()
-
-    @cached_property
-    def _arrivals(self) -> list[tuple[int, Shape]]:
+    def _incoming_shapes(self) -> list[tuple[int, Shape]]:
         """From whom something comes, in order, and of what shape; what is kept is among it."""
         return [(piece.peer, piece.shape) for piece, _ in self._incoming(False)]
 
@@ -572,10 +570,10 @@ class Stage:
         if program is None:
             return False
         room = self.group.take_room(program) if program.room else None
-        landed = self.group.follow(program, y, x, room)
-        if landed not in (program.length, NOTHING):
-            self._finish(program, x, y, is_there, landed, room)
-        return landed != NOTHING
+        num_received = self.group.follow(program, y, x, room)
+        if num_received not in (program.length, NOTHING):
+            self._finish(program, x, y, is_there, num_received, room)
+        return num_received != NOTHING
 
     def _finish(
         self,
@@ -583,18 +581,18 @@ class Stage:
         x: Tensor,
         y: Tensor,
         is_there: bool,
-        landed: int,
+        num_received: int,
         room: Tensor | None,
     ) -> None:
         """Do what the engine has left of an exchange."""
         kept = self.plan.kept
         own = None if kept is None else _part(x, kept)
-        rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
+        rest = [] if num_received == UNREAD else self._receives(y, is_there)[num_received:]
         self.group.finish(program, x, rest, own, room)
 
-    def finish_again(self, x: Tensor, program: CopyProgram, y: Tensor, landed: int) -> Tensor:
+    def finish_again(self, x: Tensor, program: CopyProgram, y: Tensor, num_received: int) -> Tensor:
         """Do what is left of an exchange that was made again, and give its output."""
-        self._finish(program, x, y, False, landed, None)
+        self._finish(program, x, y, False, num_received, None)
         return y
 
     def _program(

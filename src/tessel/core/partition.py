@@ -211,7 +211,9 @@ class Partition:
     def group(self) -> transport.Group:
         """The workers as a group that can talk; `prepare` makes it."""
         if self._group is None:
-            raise RuntimeError(f"{self}: its group was not made yet; call prepare() on all workers")
+            raise RuntimeError(
+                f"{self} has no process group yet; call `prepare()` on all workers first"
+            )
         return self._group
 
     def prepare(self) -> transport.Group:

@@ -199,7 +199,15 @@ class Sum:
 
             return arrived
         if len(self._scatter.stages) > 1 or (self._collect and len(self._collect.stages) > 1):
-            return self._start_between_hosts(x)
+            # Values cross once between hosts: whole outputs go from stage to stage.
+            arrive_whole = self._scatter.start(x.unsqueeze(0))
+
+            def collect() -> Tensor:
+                rows = arrive_whole()
+                found = _add(rows.unbind(), x.new_empty(rows.shape[1:]))
+                return found if self._collect is None else self._collect.start(found)()
+
+            return collect
         arrive = self._scatter.start_apart(x.unsqueeze(0))
 
         def wait() -> Tensor:
@@ -212,17 +220,6 @@ class Sum:
             if rows:  # else this worker adds nothing: there are fewer values than workers
                 _add(rows, self._collect.stages[0].own(y))
             return self._collect.complete(y)
-
-        return wait
-
-    def _start_between_hosts(self, x: Tensor) -> Callable[[], Tensor]:
-        """The same where values cross once between hosts: whole outputs go from stage to stage."""
-        arrive = self._scatter.start(x.unsqueeze(0))
-
-        def wait() -> Tensor:
-            rows = arrive()
-            found = _add(rows.unbind(), x.new_empty(rows.shape[1:]))
-            return found if self._collect is None else self._collect.start(found)()
 
         return wait
 

@@ -25,13 +25,15 @@ class CheckpointFormat(Format):
     def check(self, state: State) -> None:
         if [*state] == [(ALONE,)]:
             raise ValueError(
-                f"a dict that has {ALONE!r} alone reads as one tensor from a checkpoint; use "
-                f"another name"
+                f"a dict whose only key is {ALONE!r} would be read as a single tensor from a "
+                "checkpoint; use another name"
             )
         names: dict[str, Keys] = {}
         for keys in state:
             if names.setdefault(".".join(keys), keys) != keys:
-                raise ValueError(f"{keys} and {names['.'.join(keys)]} have one name in checkpoints")
+                raise ValueError(
+                    f"{keys} and {names['.'.join(keys)]} have the same name in a checkpoint"
+                )
 
     def write(self, folder: Path, state: State) -> None:
         parts = {}
@@ -76,6 +78,6 @@ def _entries(folder: Path) -> dict[Keys, tuple[str, Any]]:
     for name, entry in entries.items():
         keys = paths[name]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError(f"{name!r} of {folder} is in a list, and tessel.load reads dicts")
+            raise ValueError(f"{name!r} of {folder} is inside a list; tessel.load reads only dicts")
         found[() if keys == (ALONE,) and len(entries) == 1 else keys] = name, entry
     return found

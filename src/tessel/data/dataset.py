@@ -94,7 +94,7 @@ class PartDataset(Dataset[Any]):
         grids = [each.partition if isinstance(each, Layout) else each for each in self._where]
         self.partition: Partition = grids[0]
         if any(grid != self.partition for grid in grids):
-            raise ValueError(f"all arrays of a sample lie on one grid, got {grids}")
+            raise ValueError(f"all arrays of a sample must lie on one grid, got {grids}")
         self._halo = [None] * len(self._sources) if halo is None else self._for_each(halo)
         self._transform = transform
         # Processes that read for this worker are not workers: it is remembered which box is meant.
@@ -106,7 +106,9 @@ class PartDataset(Dataset[Any]):
         try:
             return tree_structure(self._form).flatten_up_to(given)
         except ValueError as error:
-            raise ValueError(f"expected one for each source, in the same form: {error}") from error
+            raise ValueError(
+                f"expected one for each source, in the same structure: {error}"
+            ) from error
 
     def __len__(self) -> int:
         lengths = {len(each) for each in self._sources}
@@ -129,7 +131,7 @@ class PartDataset(Dataset[Any]):
             if (number, shape) not in self._layouts:
                 if isinstance(where, Layout):
                     if where.shape != shape:
-                        raise ValueError(f"a sample has the shape {shape}, its layout is {where}")
+                        raise ValueError(f"a sample has shape {shape}, but its layout is {where}")
                     layout = where
                 else:
                     if len(shape) > where.dim:
@@ -159,8 +161,9 @@ class PartDataset(Dataset[Any]):
             for one, other in zip(layouts, self.layouts(index), strict=True):
                 if one.shape != other.shape:
                     raise ValueError(
-                        f"samples of one batch need one shape, got {one.shape} of sample {first} "
-                        f"and {other.shape} of sample {index}; use batch_size=1, or a transform"
+                        f"samples of a batch must have the same shape, got {one.shape} for sample "
+                        f"{first} and {other.shape} for sample {index}; use batch_size=1, or a "
+                        "transform"
                     )
         axis, count = self.batch_axis, len(indices)
         # The last batch of an epoch may be short: balanced shares, of which some may be empty.
@@ -214,9 +217,9 @@ class PartDataset(Dataset[Any]):
                 ]
                 if kinds[0] != kinds[1]:
                     raise ValueError(
-                        f"a transform keeps shapes and dtypes: expected {kinds[0]}, got "
-                        f"{kinds[1]}; sources take a dtype=, and shapes are changed in batches: "
-                        f"x[:, None]"
+                        f"a transform must keep shapes and dtypes: expected {kinds[0]}, got "
+                        f"{kinds[1]}; sources take dtype=, and shapes can be changed in batches: "
+                        "x[:, None]"
                     )
             parts = [each.detach() for each in made]
         # The halo was for the transform: this worker keeps what it made of its own part.

@@ -16,7 +16,7 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
 from tessel.core.shared import shared_whole
 from tessel.data.checkpoint_format import CheckpointFormat
-from tessel.data.formats import Format, Keys, Stored, flattened, nested, said_of
+from tessel.data.formats import Format, Keys, flattened, nested, said_of
 from tessel.data.zarr_format import ZarrFormat
 from tessel.state.raising import kind_of, together
 from tessel.tensor.tensor import Tensor, converters, layout_on
@@ -57,11 +57,11 @@ def save(
     with together(call) as facts:
         if folder.suffix in OTHERS:
             raise ValueError(
-                f"{path}: a folder of zarr (.zarr) or of a checkpoint (without an ending) is "
-                f"written, and no file {folder.suffix}"
+                f"{path}: tessel.save writes a zarr folder (.zarr) or a checkpoint (without a "
+                f"suffix), not a {folder.suffix} file"
             )
         if folder.suffix != ".zarr" and chunks is not None:
-            raise ValueError(f"{path}: checkpoints have no chunks; a path for zarr ends in .zarr")
+            raise ValueError(f"{path}: checkpoints have no chunks; use a path that ends in .zarr")
         form = ZarrFormat(chunks) if folder.suffix == ".zarr" else CheckpointFormat()
         state = {keys: _spread(keys, value) for keys, value in flattened(x)}
         if isinstance(chunks, Mapping):
@@ -70,7 +70,7 @@ def save(
         is_empty = folder.is_dir() and not any(folder.iterdir())
         if folder.exists() and not is_empty and not any(each.is_in(folder) for each in FORMATS):
             raise FileExistsError(
-                f"{path} is there, and neither zarr nor a checkpoint: it is not overwritten"
+                f"{path} exists and is neither zarr nor a checkpoint, so it is not overwritten"
             )
         kinds = {keys: (each.dtype, each.layout.identity) for keys, each in state.items()}
         facts.append(f"{type(form).__name__} {chunks} {kinds}")
@@ -105,11 +105,19 @@ def load(
         form = next((each() for each in FORMATS if each.is_in(folder)), None)
         if form is None:
             missing = ValueError if folder.exists() else FileNotFoundError
-            raise missing(f"{path} is neither a folder of zarr nor one of a checkpoint")
+            raise missing(f"{path} is neither a zarr folder nor a checkpoint")
         stored = form.stored(folder)
         if isinstance(where, Mapping):
             _check_names("where", where, stored)
-        targets = {keys: _target(where, keys, each) for keys, each in stored.items()}
+        targets: dict[Keys, Layout | None] = {}  # None for plain tensors
+        for keys, each in stored.items():
+            place = said_of(keys, where)
+            if isinstance(place, Mapping):
+                raise ValueError(f"{'/'.join(keys) or 'this'} is a tensor, got a dict as where=")
+            # In dicts, a partition is for the tensors that have a dimension for each of its axes.
+            is_other = isinstance(place, Partition) and place.dim != len(each.shape)
+            is_plain = place is None or (keys and is_other)
+            targets[keys] = None if is_plain else layout_on(place, each.shape)
         listing = {keys: getattr(each, "identity", None) for keys, each in targets.items()}
         facts.append(f"{stored} {listing} {kind_of(device)}")
     # Only now is it sure that all workers ask for the same: each reads its box without the others.
@@ -135,23 +143,12 @@ def _spread(keys: Keys, value: Any) -> Tensor:
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
                 f"{name}expected a tessel.Tensor or a plain tensor, got {type(value).__name__}; "
-                f"of a DTensor, tessel.from_dtensor makes one"
+                "tessel.from_dtensor converts a DTensor"
             )
         value = Tensor(value, shared_whole(world(), tuple(value.shape)))
     if value.layout.blocks:
         raise NotImplementedError(f"{value.layout} has blocks, which are not boxes of one tensor")
     return value
-
-
-def _target(where: Where, keys: Keys, stored: Stored) -> Layout | None:
-    """Where a tensor is to lie; None for a plain one."""
-    where = said_of(keys, where)
-    # In dicts, a partition is for the tensors that have a dimension for each of its axes.
-    if where is None or (keys and isinstance(where, Partition) and where.dim != len(stored.shape)):
-        return None
-    if isinstance(where, Mapping):
-        raise ValueError(f"{'/'.join(keys) or 'this'} is a tensor, got a dict as where=")
-    return layout_on(where, stored.shape)
 
 
 def _check_names(what: str, given: Mapping[str, Any], known: Mapping[Keys, Any]) -> None:

@@ -27,7 +27,7 @@ def flattened(x: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         return
     for key, value in x.items():
         if not isinstance(key, str):
-            raise TypeError(f"names of tensors are text, got {key!r}")
+            raise TypeError(f"names of tensors must be strings, got {key!r}")
         yield from flattened(value, (*keys, key))
 
 

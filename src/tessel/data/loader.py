@@ -78,13 +78,13 @@ class PartLoader:
             facts.append(f"{length} samples of {dataset.dtypes} in {shapes} on {kind_of(device)}")
             if num_workers < 0 or prefetch_factor < (num_workers > 0):
                 raise ValueError(
-                    f"num_workers and prefetch_factor from 0 on are needed, and processes read at "
-                    f"least one batch ahead, got {num_workers} and {prefetch_factor}"
+                    "num_workers and prefetch_factor must be at least 0, and processes must read "
+                    f"at least one batch ahead, got {num_workers} and {prefetch_factor}"
                 )
             if multiprocessing_context is not None and not num_workers:
-                raise ValueError("multiprocessing_context is for num_workers of 1 or more")
+                raise ValueError("multiprocessing_context requires num_workers of at least 1")
             if pin_memory and not torch.accelerator.is_available():
-                raise ValueError("pin_memory=True is for workers with a GPU, and there is none")
+                raise ValueError("pin_memory=True requires a GPU, and this worker has none")
         self.dataset = dataset
         self.sampler = PartSampler(
             length,

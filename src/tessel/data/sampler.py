@@ -62,8 +62,8 @@ class PartSampler(Sampler[list[int]]):
             are_numbers = isinstance(batch_size, int) and isinstance(length, int)
             if not are_numbers or batch_size < 1 or length < 0:
                 raise ValueError(
-                    f"expected an integer batch_size from 1 on and a length from 0 on, got "
-                    f"{batch_size} and {length}"
+                    "expected an integer batch_size of at least 1 and a length of at least 0, "
+                    f"got {batch_size} and {length}"
                 )
         self.length, self.partition, self.batch_size = length, partition, batch_size
         self.shuffle, self.sampler, self.drop_last = shuffle, sampler, drop_last
@@ -98,8 +98,8 @@ class PartSampler(Sampler[list[int]]):
         for name in ("length", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"PartSampler: the state is one of {name} {state[name]}, this sampler has "
-                    f"{getattr(self, name)}"
+                    f"PartSampler: the state was saved with {name} {state[name]}, but this "
+                    f"sampler has {getattr(self, name)}"
                 )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._taken, self._order, self._resumes = state["taken"], state["order"], True

@@ -63,7 +63,7 @@ class Source(ABC):
             0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)
         )
         if not fits:
-            raise IndexError(f"the box {box} does not lie in sample {index} of shape {shape}")
+            raise IndexError(f"the box {box} is out of bounds for sample {index} of shape {shape}")
         # A function of a user need not know about empty boxes, which workers at the end may have.
         if 0 in extent(box):
             return torch.empty(extent(box), dtype=self.dtype)
@@ -75,7 +75,8 @@ class Source(ABC):
             )
         if found.dtype.is_complex and not self.dtype.is_complex:
             raise ValueError(
-                f"{found.dtype} values have no form as {self.dtype}; read them as complex ones"
+                f"{found.dtype} values cannot be converted to {self.dtype}; read them as complex "
+                "numbers"
             )
         return found.to(self.dtype)
 
@@ -158,8 +159,8 @@ class FromArrays(Source):
         array = self._arrays[index]
         if self._dtype is None and array.dtype != self.dtype:
             raise ValueError(
-                f"sample {index}, {array}, is of {array.dtype}, and the first of {self.dtype}; "
-                f"pass dtype= for what all are converted to"
+                f"sample {index}, {array}, has dtype {array.dtype}, but the first one has "
+                f"{self.dtype}; pass dtype= to convert all of them"
             )
         return array[tuple(slice(*each) for each in box)]
 
@@ -216,7 +217,7 @@ class LazyArray:
         if isinstance(array, str | os.PathLike):
             self._open = partial(open_file, os.fspath(array), key)
         elif key is not None:
-            raise TypeError(f"a key names an array in a file, and is not for {array!r}")
+            raise TypeError(f"key= selects an array in a file, and cannot be used with {array!r}")
         elif h5py is not None and isinstance(array, h5py.Dataset):
             if Path(array.file.filename).exists():  # not one in memory alone
                 self._open = partial(_open_hdf5, array.file.filename, array.name)
@@ -262,7 +263,7 @@ class LazyArray:
             return {**self.__dict__, "_array": None, "_process": 0}
         if isinstance(self._array, np.memmap):
             raise TypeError(
-                "a view of a memmap would be copied, all of it, to another process: pass a "
+                "a view of a memmap would be copied as a whole to another process; pass a "
                 "function that opens it, or the path of the file"
             )
         return dict(self.__dict__)
@@ -279,7 +280,7 @@ def open_file(path: str, key: str | None) -> Any:
         return np.load(path, mmap_mode="r")
     if path.endswith(HDF5):
         if key is None:
-            raise ValueError(f"{path}: which dataset of it? Pass key=")
+            raise ValueError(f"{path}: pass key= to select a dataset of the file")
         return _open_hdf5(path, key)
     if not Path(path).is_dir():
         kinds = ", ".join((".npy", ".zarr", *HDF5))

@@ -38,7 +38,9 @@ class ZarrFormat(Format):
         for keys, x in state.items():
             for key in keys:
                 if not key or "/" in key or key.startswith((".", "__")) or key == "zarr.json":
-                    raise ValueError(f"zarr has no name {key!r}; it names folders")
+                    raise ValueError(
+                        f"{key!r} cannot be a name in zarr, where names are names of folders"
+                    )
             _numpy_dtype(x.dtype)
             self._aligned(keys, x)
 
@@ -115,7 +117,7 @@ class ZarrFormat(Format):
             lengths = tuple(int(each) for each in given)
             if len(lengths) != len(shape) or min(lengths, default=1) < 1:
                 raise ValueError(
-                    f"expected one length from 1 on for each dimension of shape {shape}, got "
+                    f"expected one length of at least 1 for each dimension of shape {shape}, got "
                     f"chunks {lengths}{' of ' + '/'.join(keys) if keys else ''}"
                 )
             return lengths

@@ -39,8 +39,8 @@ def init_process_group(group_size: int | None = None) -> None:
     chosen = _choice().group
     if chosen is not None:
         raise RuntimeError(
-            f"the model-parallel group is fixed already, to {chosen.size} of {everyone.size} "
-            f"workers; call tessel.distributed.destroy_process_group() before you fix it to "
+            f"the model-parallel group is already fixed to {chosen.size} of {everyone.size} "
+            "workers; call tessel.distributed.destroy_process_group() before fixing it to "
             f"{everyone.size if group_size is None else group_size}"
         )
     agree(everyone, f"tessel.distributed.init_process_group(group_size={group_size!r})")
@@ -83,7 +83,7 @@ def destroy_process_group() -> None:
     """
     if not is_initialized():
         raise RuntimeError(
-            "there is no model-parallel group to forget; "
+            "there is no model-parallel group to destroy; "
             "tessel.distributed.init_process_group(group_size) fixes one"
         )
     _choice().group = None

@@ -183,16 +183,16 @@ class _OfOneValue(_TensorMovement):
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         if isinstance(self.state, Sharding) and not self._is_of_another_group:
             raise ValueError(
-                f"{self.label}: a value that is whole on every worker is needed; "
-                f"tessel.distributed.gather(x) gives it"
+                f"{self.label}: expected a value that is whole on every worker; "
+                "tessel.distributed.gather(x) gathers it"
             )
         return super()._conclude(shapes, meta)
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         if self.name == "scatter" and self.state is not None:
             raise ValueError(
-                f"{self.label}: a tensor that is split over two groups at once has no sharding; "
-                f"gather it first"
+                f"{self.label}: a tensor that is split over two groups has no single sharding; "
+                "gather it first"
             )
         shape: Shape = same(dict(shapes), "shape", self.label)
         if self.name == "scatter":
@@ -209,15 +209,16 @@ class _ShardGather(_TensorMovement):
             self.P_x.ranks,
         ):
             raise ValueError(
-                f"{self.label}: the sharding says otherwise; gather along its dimension and over "
-                f"its workers, or register another one with tessel.register_parallel_dim"
+                f"{self.label}: this contradicts the sharding of the tensor; gather along its "
+                "dimension and over its workers, or register another one with "
+                "tessel.register_parallel_dim"
             )
         return gathering(layout_of_parts(self.P_x, shapes, dim, size, self.label))
 
     def place(self, ndim: int) -> int:
         if self.dim is None and self.state is None:
             raise ValueError(
-                f"{self.label}: which dimension is split is not known; write gather(x, dim)"
+                f"{self.label}: the split dimension is unknown; pass it: gather(x, dim)"
             )
         if self.dim is None:
             assert isinstance(self.state, Sharding)

@@ -63,21 +63,21 @@ class Sharding:
         workers = self.partition if partition is None else partition
         if workers.ranks != self.partition.ranks:
             raise ValueError(
-                f"{self} meets a tensor that is spread on {workers}; both must be spread over the "
-                f"same workers in the same order"
+                f"{self} cannot be combined with a tensor spread over {workers}; both must be "
+                "spread over the same workers in the same order"
             )
         if self.size is None:
             raise ValueError(
-                f"{self}, of which the length of the whole is not known, meets a spread tensor; "
-                f"make it one first, by x.spread() or tessel.spread(x, where)"
+                f"{self} cannot be combined with a spread tensor, since the length of the whole "
+                "is unknown; convert it first, with x.spread() or tessel.spread(x, where)"
             )
         whole = (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
         layout = shard_layout(workers, whole, self.dim)
         if workers.active and layout.local_shape != shape:
             raise ValueError(
                 f"{self} has {layout.local_shape[self.dim]} of them on worker "
-                f"{workers.ranks[workers.rank or 0]}, got a tensor of shape {shape}; say what it "
-                f"is by tessel.register_parallel_dim(x, dim)"
+                f"{workers.ranks[workers.rank or 0]}, got a tensor of shape {shape}; register its "
+                "sharding with tessel.register_parallel_dim(x, dim)"
             )
         return layout
 
@@ -137,10 +137,10 @@ class UnknownSharding:
     def remedy(self) -> str:
         """What happened, and what the user can write."""
         return (
-            f"its sharding was lost in {self._where}, so that it is not known whether it is a "
-            f"shard, and along which dimension; write x = tessel.register_parallel_dim(x, dim) "
-            f"after that, with dim=None if it is whole on every worker or a number of this worker "
-            f"alone, or x = tessel.distributed.gather(x) before"
+            f"its sharding was lost in {self._where}, so it is unknown whether it is a shard, and "
+            "along which dimension; write x = tessel.register_parallel_dim(x, dim) after that, "
+            "with dim=None if it is whole on every worker or a number of this worker alone, or x "
+            "= tessel.distributed.gather(x) before"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a value was computed from, where its sharding does not say it: autograd's graph knows.
+"""Shards in the history of plain tensors, found in autograd's graph, and errors about mixing them.
 
 A parameter that is whole on every worker and multiplies a shard gets, on each worker, only the
 gradient of that worker's part. `tessel.distributed.copy` says so to autograd, and sums it; without
@@ -59,11 +59,11 @@ def check_uses(call: TorchCall) -> None:
     for tensor in plain:
         if _is_shared(tensor, place, shape[sharding.dim]):
             raise ValueError(
-                f"`{call.name}` of {sharding} and a tensor of shape {tuple(tensor.shape)} that is "
-                f"whole on every worker: each worker would compute a part of its gradient only; "
-                f"write tessel.distributed.copy(tensor) for that tensor, which sums the parts; if "
-                f"it is this worker's part, register it with "
-                f"tessel.register_parallel_dim(tensor, dim)"
+                f"`{call.name}` combines {sharding} with a tensor of shape {tuple(tensor.shape)} "
+                "that is whole on every worker: each worker would compute only a part of its "
+                "gradient; write tessel.distributed.copy(tensor) for that tensor, which sums the "
+                "parts; if it is this worker's part, register it with "
+                "tessel.register_parallel_dim(tensor, dim)"
             )
 
 
@@ -81,8 +81,8 @@ def check_classes(call: TorchCall) -> None:
         and sharding.dim == min(1, len(shape) - 1)
     ):
         raise ValueError(
-            f"`{call.base}` of {sharding}: torch would take the classes of one worker for all; "
-            f"{_OWN_LOSS}, or tessel.distributed.gather(x) before"
+            f"`{call.base}` of {sharding}: torch would treat the classes of one worker as all of "
+            f"them; {_OWN_LOSS}, or call tessel.distributed.gather(x) first"
         )
 
 
@@ -105,9 +105,9 @@ def check_factor(call: TorchCall) -> None:
         return
     if sharding.partition.size > 1:
         raise ValueError(
-            f"`{call.name}` of {sharding} by a number {lost}: each worker would take a number of "
-            f"its own; if it is the same on every worker, as after tessel.distributed.reduce, say "
-            f"so: tessel.register_parallel_dim(number, None)"
+            f"`{call.name}` of {sharding} by a number {lost}: each worker would use its own "
+            "number; if it is the same on every worker, as after tessel.distributed.reduce, "
+            "register it: tessel.register_parallel_dim(number, None)"
         )
 
 

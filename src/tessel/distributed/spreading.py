@@ -82,6 +82,6 @@ def sharding_within(layout: Layout) -> Sharding | None:
             return Sharding(dim, row, size)
     raise ValueError(
         f"x.shard() of {layout}: a shard is split along one dimension, into balanced parts, over "
-        f"all workers in their order; bring it there first, by x.move_to(...) a layout as "
-        f"tessel.Layout.split(P, x.shape, [0, None, ...]) on a row P of these workers"
+        "all workers in their order; move it to such a layout first, with "
+        "x.move_to(tessel.Layout.split(P, x.shape, [0, None, ...])) on a row P of these workers"
     )

@@ -1,4 +1,4 @@
-"""DistributedContext: the workers of an inverse problem, and who does what."""
+"""DistributedContext: the workers of an inverse problem, their devices, seeds and work."""
 
 from __future__ import annotations
 
@@ -245,9 +245,9 @@ class DistributedContext:
         found = _compared(shared_whole(self.partition, ()), f"{what} with {kinds}", tensors)
         if found is not None:
             raise ValueError(
-                f"{what} has other parameters on worker {found[0]} than on worker {found[1]}, and "
-                f"all workers must hold the same: load one state on all of them, or make it inside "
-                f"of `with ctx.shared_random():`, where all draw the same numbers"
+                f"{what} has different parameters on worker {found[0]} and on worker {found[1]}, "
+                "but all workers must hold the same: load one state on all of them, or create it "
+                "inside `with ctx.shared_random():`, where all draw the same numbers"
             )
 
     def _chosen_device(self) -> tuple[torch.device, str]:

@@ -116,7 +116,7 @@ def _factory(
     items = items_of(given)
     if items is not None:
         if count is not None and count != len(items):
-            raise ValueError(f"distribute: num_operators={count}, and there are {len(items)}")
+            raise ValueError(f"distribute: num_operators={count}, but there are {len(items)}")
         return lambda i, device, shared: on_device(items[i], device, dtype), len(items)
     if not callable(given):
         raise TypeError(
@@ -125,8 +125,8 @@ def _factory(
         )
     if count is None:
         raise ValueError(
-            f"distribute: a function needs to be told how many objects it makes: {given!r} and "
-            f"num_operators=None; pass num_operators"
+            f"distribute: pass num_operators, the number of objects that the function {given!r} "
+            "creates; got None"
         )
     return lambda i, device, shared: on_device(given(i, device, shared), device, dtype), count
 

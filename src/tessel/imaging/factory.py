@@ -76,13 +76,13 @@ class FactoryConfig:
         counts = self._counts
         if not counts and self.num_operators is None:
             raise ValueError(
-                f"FactoryConfig: functions need to be told how many operators there are: "
-                f"physics={self.physics!r} and num_operators=None; pass num_operators"
+                "FactoryConfig: pass num_operators, the number of operators that the function "
+                f"physics={self.physics!r} creates; got None"
             )
         for name, count in counts.items():
             if count != self.count:
                 raise ValueError(
-                    f"FactoryConfig: there are {self.count} operators, and {name} has {count}"
+                    f"FactoryConfig: there are {self.count} operators, but {name} has {count}"
                 )
         if self.count < 1:
             raise ValueError(f"FactoryConfig: expected at least one operator, got {self.count}")
@@ -144,7 +144,7 @@ class TilingConfig:
         if isinstance(self.strategy, str):
             maker_of(self.strategy)
         if self.strategy == "basic" and self.stride != 1:
-            raise ValueError(f"stride is of 'smart_tiling': got stride={self.stride} and 'basic'")
+            raise ValueError(f"stride={self.stride} is only used by 'smart_tiling', got 'basic'")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def make_distrib_bundle(
     """
     check_choice("reduction", reduction, REDUCTIONS)
     if tiling is not None and prior is None:
-        raise ValueError(f"tiling={tiling} is for a prior, got prior=None")
+        raise ValueError(f"tiling={tiling} requires a prior, got prior=None")
     config, shared = factory_config, dict(factory_config.shared)
     signal = DistributedSignal(ctx, signal_shape, dtype, partition)
     kind = DistributedLinearPhysics if config.is_linear else DistributedPhysics

@@ -1,4 +1,4 @@
-"""DistributedDataFidelity: how far an image is from all measurements, and its gradient."""
+"""DistributedDataFidelity: the distance of an image from all measurements, and its gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tessel.imaging.parameters import (
     idle,
     in_common,
     known,
-    within_reach,
+    tensors_held_by,
 )
 from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.parts.operators import Operator, Whole, vjp
@@ -55,7 +55,7 @@ def _difference(measured: Tensor, y: Tensor) -> Tensor:
     """The difference of tensors of one shape: what torch would broadcast is a mistake here."""
     if measured.shape != y.shape:
         raise ValueError(
-            f"a measurement has the shape {tuple(y.shape)}, and the operator gives "
+            f"a measurement has shape {tuple(y.shape)}, but the operator returns "
             f"{tuple(measured.shape)}"
         )
     return measured - y
@@ -114,7 +114,7 @@ class DistributedDataFidelity:
         # The names of calls, which workers compare in each of them, are made once.
         self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"
         make = data_fidelity_factory or (lambda *_: L2())
-        held = within_reach(make)
+        held = tensors_held_by(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
         self._gradients = [each.grad for each in self._on_parts]
@@ -164,8 +164,8 @@ class DistributedDataFidelity:
         if not self.physics.is_whole:
             if not gather:
                 raise NotImplementedError(
-                    f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
-                    f"each worker gets its part"
+                    f"{self!r}: gather=False requires the whole image on every worker; with an "
+                    "image in parts, each worker gets its part"
                 )
             if args or settings:
                 raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""DistributedMeasurements: what was measured, each item on the worker that has its operator."""
+"""DistributedMeasurements: measurements, each stored by the worker that has its operator."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LocalTensors(list[Tensor]):
     def _with(self, other: Any, function: Callable[..., Tensor]) -> LocalTensors:
         if isinstance(other, Sequence):
             if len(other) != len(self):
-                raise ValueError(f"expected as many tensors, {len(self)}, got {len(other)}")
+                raise ValueError(f"expected {len(self)} tensors, got {len(other)}")
             # A worker without items has no results either: what gradients reach it through is kept.
             pairs = zip(self, other, strict=True)
             anchor = both(self.anchor, anchor_of(other))
@@ -67,10 +67,10 @@ class LocalTensors(list[Tensor]):
             leaf = unshared_leaf(other) if transport.num_workers() > 1 else None
             if leaf is not None:
                 raise ValueError(
-                    f"measurements of one worker and a tensor that needs a gradient, which goes to "
-                    f"a tensor of shape {tuple(leaf.shape)}: each worker would get a part of it; "
-                    f"write tessel.distributed.copy(tensor), which sums it over all workers, or a "
-                    f"list with one tensor for each measurement"
+                    "measurements of one worker are combined with a tensor through which a "
+                    f"gradient flows to a tensor of shape {tuple(leaf.shape)}: each worker would "
+                    "compute only a part of it; write tessel.distributed.copy(tensor), which "
+                    "sums it over all workers, or a list with one tensor for each measurement"
                 )
             anchor = both(anchor, anchored_zeros((), other))
         return LocalTensors((function(each, other) for each in self), anchor)
@@ -151,8 +151,8 @@ def checked_count(name: str, what: str, count: int | None, factory: Any) -> int:
         )
     if count is None:
         raise ValueError(
-            f"{name}: a factory needs to be told how many it makes: factory={factory!r} and "
-            f"{what}={count}; pass {what}"
+            f"{name}: pass {what}, the number of objects that factory={factory!r} creates; got "
+            f"{count}"
         )
     if as_int(count) < 1:
         raise ValueError(f"{name}: {what} must be 1 or more, got {count}")

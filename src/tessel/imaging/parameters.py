@@ -1,4 +1,4 @@
-"""Parameters of user code that several workers run, each for its own share of the work.
+"""Parameters in users' operators and priors: found, shared by workers, and their gradients summed.
 
 Operators, data fidelities and denoisers keep their parameters where they like. A parameter that
 several workers use is one shared value: each worker computes with a copy of it, and the adjoint of
@@ -96,7 +96,7 @@ def _contents(thing: Any) -> Iterable[Any]:
     return [*getattr(thing, "__dict__", {}).values(), *of_class]
 
 
-def within_reach(factory: Any) -> list[Tensor]:
+def tensors_held_by(factory: Any) -> list[Tensor]:
     """The tensors that a factory could give to objects, in an order that all workers have.
 
     They are asked for in order to raise (`check_common`): objects of several workers would hold the
@@ -274,7 +274,7 @@ def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: An
 
     Args:
         ctx: the workers.
-        held: tensors in an order that all workers have, see `within_reach`.
+        held: tensors in an order that all workers have, see `tensors_held_by`.
         place: of this worker, in words.
         users: its objects.
     """
@@ -308,9 +308,9 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
     for tensor, places in asked:
         if id(tensor) not in known:
             raise ValueError(
-                f"{what}: a tensor of shape {tuple(tensor.shape)} that needs a gradient is used by "
-                f"{' and '.join(places)}, each of which would give it a part of the gradient; "
-                f"{way_out}"
+                f"{what}: a tensor of shape {tuple(tensor.shape)} that needs a gradient is used "
+                f"by {' and '.join(places)}, each of which would compute only a part of the "
+                f"gradient; {way_out}"
             )
 
 

@@ -48,9 +48,9 @@ from tessel.imaging.parameters import (
     learned,
     needs_grad,
     noticed,
+    tensors_held_by,
     tensors_of,
     unshared_problem,
-    within_reach,
 )
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
 from tessel.imaging.parts.local_rules import MISFITS, partition_physics
@@ -145,7 +145,7 @@ class DistributedPhysics:
         self._label = f"{name}({self.num_ops} operators over {ctx.world_size} workers)"
         agree(ctx.partition, f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
-        held = within_reach((factory, self.shared))
+        held = tensors_held_by((factory, self.shared))
         # Whole images come in any shape: a layout without dimensions stands for all of theirs.
         self.is_whole = layout is None or is_whole(layout)
         self.layout = shared_whole(ctx.partition, ()) if layout is None or self.is_whole else layout
@@ -600,8 +600,8 @@ class DistributedPhysics:
                 is_like = each.shape == x.shape and each.dtype == x.dtype
                 if self.is_whole and call.has_image and not is_like:
                     raise ValueError(
-                        f"{call.name}: for an image of shape {tuple(x.shape)} and {x.dtype} an "
-                        f"operator gave back one of shape {tuple(each.shape)} and {each.dtype}"
+                        f"{call.name}: an operator returned an image of shape {tuple(each.shape)} "
+                        f"and {each.dtype} for one of shape {tuple(x.shape)} and {x.dtype}"
                     )
                 if share is None:
                     share = each

@@ -115,8 +115,8 @@ class DistributedPrior:
         self.layout = layout or shared_whole(ctx.partition, shape)
         if self.layout.shape != shape:
             raise ValueError(
-                f"the strategy {self.strategy!r} is for an image of {shape}, and the parts are of "
-                f"{self.layout.shape}"
+                f"the strategy {self.strategy!r} is for an image of shape {shape}, but the parts "
+                f"are of {self.layout.shape}"
             )
         self._in_place = Tiling(self.layout, self.strategy, ctx.sharding)  # of gather=False
         self.tiling = tiling_of(self.layout, self.strategy, ctx.sharding)
@@ -157,8 +157,8 @@ class DistributedPrior:
         call, layout = f"{self._label}.{name}", self.layout
         if not (gather or is_whole(layout)):
             raise NotImplementedError(
-                f"{call}: gather=False is for a whole image on every worker; of one in parts "
-                f"each worker gets its part"
+                f"{call}: gather=False requires the whole image on every worker; with an image in "
+                "parts, each worker gets its part"
             )
         if not self.active:
             return local_data(signal)
@@ -219,7 +219,8 @@ class DistributedPrior:
         if not isinstance(result, Tensor) or result.shape != batch.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(
-                f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, got {got}"
+                f"a prior must return a tensor of the shape of its input, {tuple(batch.shape)}, "
+                f"got {got}"
             )
         # A gradient that went to a tensor which was not seen to be shared would be that of this
         # worker's patches only, a silent wrong number.
@@ -287,8 +288,8 @@ class DistributedProcessing(torch.nn.Module):
         check_choice("checkpoint_batches", checkpoint_batches, CHECKPOINTING)
         if strategy is not None and max_batch_size is not None:
             raise ValueError(
-                f"max_batch_size={max_batch_size} is for the tiling of this library: the strategy "
-                f"{strategy!r} batches its patches itself, in apply_batching"
+                f"max_batch_size={max_batch_size} cannot be used with the strategy {strategy!r}, "
+                "which batches its patches itself, in apply_batching"
             )
         self.ctx = ctx
         self.processor = processor.to(ctx.device) if hasattr(processor, "to") else processor
@@ -332,8 +333,9 @@ class DistributedProcessing(torch.nn.Module):
         # parameters' gradients in each: as many sums as batches, which differ between workers.
         if self.checkpoint_use_reentrant and learned and self.ctx.world_size > 1:
             raise ValueError(
-                "checkpoint_use_reentrant=True derives each batch on its own, and workers have "
-                "different numbers of them: the sums of their gradients would not match; pass False"
+                "checkpoint_use_reentrant=True differentiates each batch separately, but workers "
+                "have different numbers of batches, so the sums of their gradients would not "
+                "match; pass False"
             )
         found = checkpoint(
             self.processor,

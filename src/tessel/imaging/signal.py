@@ -64,7 +64,8 @@ class DistributedSignal:
         self._shape: Shape = tuple(as_int(length) for length in shape)
         if not self._shape or min(self._shape) < 1:
             raise ValueError(
-                f"a signal has one dimension or more, of length 1 or more, got {self._shape}"
+                "a signal needs at least one dimension, each of length at least 1, got "
+                f"{self._shape}"
             )
         self.dtype = dtype
         self.layout = layout_of(ctx, self._shape, partition)
@@ -79,8 +80,8 @@ class DistributedSignal:
         given = [worker for worker, (is_given,) in told.items() if is_given]
         if given and 0 not in given:
             raise ValueError(
-                f"{call}: init was given on workers {given} and not on worker 0, whose values all "
-                f"workers get"
+                f"{call}: init was given on workers {given} but not on worker 0, whose values all "
+                "workers get"
             )
         if given:
             self._receive(init, 0)

@@ -193,8 +193,8 @@ class DistributedStackedPhysics(DistributedPhysics):
         if self.gather_strategy == "naive":
             if any(records):
                 raise ValueError(
-                    f"{call}: gather_strategy='naive' carries no gradient, and one is needed; take "
-                    f"'concatenated' or 'broadcast', or call it under torch.no_grad()"
+                    f"{call}: gather_strategy='naive' does not support gradients, but one is "
+                    "needed; use 'concatenated' or 'broadcast', or call it under torch.no_grad()"
                 )
             everyones = tell(partition, [each.detach().cpu() for each in items]).values()
             for theirs, tensors in zip(kinds, everyones, strict=True):
@@ -319,7 +319,9 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         """
         if not local_only:
             if solver != "CG":
-                raise ValueError(f"A_dagger(local_only=False) has the solver 'CG', got {solver!r}")
+                raise ValueError(
+                    f"A_dagger(local_only=False) supports only the solver 'CG', got {solver!r}"
+                )
             steps = {} if max_iter is None else {"max_iter": max_iter}
             return self.spread.A_dagger(self.own(y), tol, **steps)
         asked = {"solver": None if solver == "CG" else solver, "max_iter": max_iter, "tol": tol}
@@ -409,8 +411,8 @@ class DistributedStackedFidelity(torch.nn.Module):
         self._shared = dict(factory_kwargs or {})
         if self.single_fidelity is None and num_operators is None:
             raise ValueError(
-                f"a function that makes data fidelities needs to be told how many: "
-                f"{data_fidelity!r} and num_operators=None; pass num_operators"
+                "pass num_operators, the number of data fidelities that the function "
+                f"{data_fidelity!r} creates; got None"
             )
         # By physics, and forgotten with it: a fidelity is often made once and used for many.
         self._made: WeakKeyDictionary[Any, DistributedDataFidelity] = WeakKeyDictionary()

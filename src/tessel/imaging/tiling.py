@@ -1,4 +1,4 @@
-"""Tilings: which patches of an image each worker has, what it reads for them, and where they go.
+"""Tilings: the patches that each worker computes, what it reads for them, and where it writes.
 
 Patches are those of the whole image, so that results do not depend on the number of workers.
 
@@ -94,15 +94,17 @@ class Tiling:
                 start, place = start + len(patch), place + 1
             if start != len(result):
                 raise ValueError(
-                    f"a batch of apply_batching has whole patches, one after the other along the "
+                    "apply_batching must return batches of whole patches, concatenated along the "
                     f"first dimension: got a batch of length {len(result)} for patches of {start} "
-                    f"in all"
+                    "in all"
                 )
             if in_turn:  # so that the results of one batch are kept at a time
                 self.put(out, kept)
                 kept = []
         if place < len(pairs):
-            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
+            raise ValueError(
+                f"{self.strategy!r}: apply_batching returned fewer patches than it was given"
+            )
         # A strategy of users may need all patches at once, and is called without any, too.
         if not in_turn:
             self.put(out, kept)

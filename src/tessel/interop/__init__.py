@@ -1,6 +1,7 @@
-"""Tessel and other parts of torch: DTensors, and checkpoints of `torch.distributed.checkpoint`.
+"""Tessel and other parts of torch: DTensors as spread tensors, and names for sharded checkpoints.
 
-It may import `state`, where checkpoints are implemented, and packages below it.
+`dtensors.py` converts DTensors. The names for `torch.distributed.checkpoint` are those of
+`tessel.state.checkpoint`, which implements them. It may import `state` and packages below it.
 """
 
 from tessel.interop.dtensors import from_dtensor as from_dtensor

@@ -84,9 +84,9 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
             shared.append(axis)
         elif not (type(placement) is Partial and placement.reduce_op == "sum"):
             raise NotImplementedError(
-                f"{placement!r} along dimension {axis} of {mesh} of a tensor of shape {lengths}: a "
-                f"layout can say Shard, Replicate and Partial('sum'); call "
-                f"x.redistribute(placements=…) first"
+                f"{placement!r} along dimension {axis} of {mesh} of a tensor of shape {lengths}: "
+                "a layout supports Shard, Replicate and Partial('sum'); call "
+                "x.redistribute(placements=…) first"
             )
     cuts = []
     for dim, length in enumerate(lengths):
@@ -127,8 +127,8 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
     differ = any(layout.box(worker) != target.box(worker) for worker in partition.ranks)
     if layout.blocks or differ:
         raise ValueError(
-            f"to_dtensor: DTensor cannot say {layout}, but parts as torch.chunk cuts them; call "
-            f"x.move_to(tessel.interop.layout_of(mesh, {tuple(placements)}, x.shape)) first"
+            f"to_dtensor: DTensor cannot represent {layout}, only parts as torch.chunk cuts them; "
+            f"call x.move_to(tessel.interop.layout_of(mesh, {tuple(placements)}, x.shape)) first"
         )
     part, shape = x.local, layout.shape
     # The strides of the whole, if it lay in memory in the order of the part; outside there is none.

@@ -130,22 +130,22 @@ class _Server:
     def __init__(self, control: socket.socket, inherited: Callable[[], object] | None) -> None:
         self._control = control
         self._inherited = inherited
-        self._bell, self._ringer = socket.socketpair()  # rung by signals
+        self._wakeup, self._wakeup_writer = socket.socketpair()  # written to by signals
         self._reports: dict[int, int] = {}  # where to report the end of each worker, by number
 
     def run(self) -> None:
         """Do as told while the process that this one serves is there, then end the workers."""
-        self._ringer.setblocking(False)
+        self._wakeup_writer.setblocking(False)
         signal.signal(signal.SIGINT, _ignore)  # Ctrl-C is for the parent, which ends the workers
         signal.signal(signal.SIGCHLD, _ignore)
-        signal.set_wakeup_fd(self._ringer.fileno())
+        signal.set_wakeup_fd(self._wakeup_writer.fileno())
         parent = os.getppid()
-        with self._control, self._bell, self._ringer:
+        with self._control, self._wakeup, self._wakeup_writer:
             order = b"something"  # nothing, when the process that this one serves has hung up
             while os.getppid() == parent and order:
-                ready = wait([self._control, self._bell], timeout=1.0)
-                if self._bell in ready:
-                    self._bell.recv(4096)
+                ready = wait([self._control, self._wakeup], timeout=1.0)
+                if self._wakeup in ready:
+                    self._wakeup.recv(4096)
                 for pid in list(self._reports):
                     ended, status = os.waitpid(pid, os.WNOHANG)
                     if ended:
@@ -170,7 +170,7 @@ class _Server:
         def become_worker() -> None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for owned in (self._control, self._bell, self._ringer):
+            for owned in (self._control, self._wakeup, self._wakeup_writer):
                 owned.close()
             # An end of another's pipe that is open here would hide that its worker has ended.
             for other in (report, *self._reports.values()):

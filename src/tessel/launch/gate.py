@@ -56,7 +56,7 @@ class Endpoint:
         self.host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
         if not self.host or not is_port or any(c in self.host for c in " /[]"):
-            raise ValueError(f"expected HOST:PORT, as host0:29400, got {text!r}")
+            raise ValueError(f"expected HOST:PORT, such as host0:29400, got {text!r}")
         self.port = int(port)
 
     def addresses(self) -> list[tuple[Any, str]]:
@@ -138,7 +138,8 @@ def make_token(file: Path) -> None:
 def _checked_token(token: bytes, source: str) -> bytes:
     if len(token) < _FEWEST_LETTERS:
         raise GateError(
-            f"the token in {source} must have {_FEWEST_LETTERS} letters or more, got {len(token)}"
+            f"the token in {source} must have at least {_FEWEST_LETTERS} characters, got "
+            f"{len(token)}"
         )
     return token
 
@@ -243,7 +244,9 @@ class Gate:
             return
         self._strangers += 1
         try:
-            is_known = await asyncio.wait_for(self._admits(reader, writer), _SECONDS_TO_PROVE)
+            is_known = await asyncio.wait_for(
+                self._authenticates(reader, writer), _SECONDS_TO_PROVE
+            )
         except (OSError, EOFError):  # a timeout is an OSError, too
             is_known = False
         finally:
@@ -256,7 +259,9 @@ class Gate:
             return
         await self._forwarder.join((reader, writer), inside)
 
-    async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _authenticates(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         mine = secrets.token_bytes(_NONCE)
         writer.write(GREETING + mine)
         await writer.drain()
@@ -334,8 +339,8 @@ class Tunnel:
         connection.settimeout(_SECONDS_TO_PROVE)
         if _exactly(connection, len(GREETING)) != GREETING:
             raise GateError(
-                f"what listens at {where} is not this version of `tessel run`; take another port, "
-                f"and the same version on all hosts"
+                f"the program that listens at {where} is not this version of `tessel run`; use "
+                "another port, and the same version on all hosts"
             )
         theirs, mine = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
         connection.sendall(GREETING + mine + self._proof(b"tunnel", theirs, mine))

@@ -152,4 +152,6 @@ def parse(data: bytearray) -> tuple[Any, memoryview] | None:
     try:
         return pickle.loads(view[:head]), view[head:]
     except Exception as error:  # bytes that are no pickle raise whatever they happen to name
-        raise NoMessageError(f"its head cannot be read, {type(error).__name__}: {error}") from error
+        raise NoMessageError(
+            f"its header cannot be read, {type(error).__name__}: {error}"
+        ) from error

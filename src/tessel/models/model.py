@@ -45,13 +45,17 @@ class Model(ComputingLayer):
     def fits_torch(self, layout: Layout, *others: Any) -> bool:
         return False  # torch has no such model
 
-    @property
     def _agreement(self) -> Agreement[Entry]:
         """One for each state of the model, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
         needs, is_off = needs_of(self.parameters())
         # Whether parameters need gradients decides on messages of the backward pass.
-        kinds = (is_off, buckets.foreseen(), *needs, *(each.dtype for each in self.parameters()))
+        kinds = (
+            is_off,
+            buckets.planned_uses(),
+            *needs,
+            *(each.dtype for each in self.parameters()),
+        )
         agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
         if kinds not in agreements:
             label = f"{self.label} under torch.no_grad()" if is_off else self.label

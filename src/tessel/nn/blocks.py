@@ -144,7 +144,7 @@ class Weighted(ComputingLayer):
         self.agree_on_form()
         # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
-        if not self._is_relocated:
+        if not self._is_relocated():
             return
         for name, layout in self._block_layouts().items():
             whole = getattr(self, name)
@@ -156,7 +156,6 @@ class Weighted(ComputingLayer):
         ndim = self.P_x.dim
         return WeightGrid.of(self.P_w, ndim, self.num_dims)
 
-    @property
     def _is_relocated(self) -> bool:
         """Whether some worker does not store the parameters whole."""
         # P_y may have workers that P_x has not: they store nothing
@@ -227,7 +226,7 @@ class Weighted(ComputingLayer):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        if not self._is_relocated:
+        if not self._is_relocated():
             return
         # All workers get all of it, so that any of them can write a file that torch's layer reads.
         everyone = Partition(self.prepare().workers, (self.prepare().size,))
@@ -238,7 +237,7 @@ class Weighted(ComputingLayer):
             )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if self._is_relocated:
+        if self._is_relocated():
             for name, layout in self._block_layouts().items():
                 whole = state_dict.get(prefix + name)
                 # What is missing or of another shape stays: torch says so, on all workers.

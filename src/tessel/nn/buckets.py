@@ -65,7 +65,7 @@ class BucketSchedule:
 
     Attributes:
         uses: of the last call, by the number of the parameter, in order.
-        unsteady: parameters that were foreseen once and not used; they are not foreseen again.
+        unsteady: parameters that were planned for once and not used, and are not any more.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -131,7 +131,7 @@ class BucketedCall:
         self._aliases: dict[int, Tensor] = {}
 
     def alias(self, value: Tensor, use: Replicate) -> Tensor | None:
-        """The parameter for this use of it; None if it is not one that was foreseen."""
+        """The parameter for this use of it; None if it was not planned for."""
         number: int | None = self._numbers.get(id(value))
         if number is None and self._module is not None and isinstance(value, torch.nn.Parameter):
             # `fully_shard` puts another one into its place while a module computes
@@ -242,7 +242,7 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
         raise different from None
 
 
-def foreseen() -> Plan:
+def planned_uses() -> Plan:
     """Which parameters are used together in the call that runs now."""
     call = current_buckets.get()
     return call.plan if isinstance(call, BucketedCall) else ()
@@ -275,7 +275,7 @@ class BucketedForward:
         if is_compiling():  # gradients are summed one by one there
             return forward(self.module, *args, **kwargs)
         with in_buckets(self.schedule, self.module.parameters()):
-            self._agree(foreseen())
+            self._agree(planned_uses())
             return forward(self.module, *args, **kwargs)
 
     def _agree(self, plan: Plan) -> None:
@@ -334,12 +334,13 @@ def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Modu
     if _schedule_of(module) is None:
         if "forward" in module.__dict__:
             raise NotImplementedError(
-                f"{type(module).__name__} has a forward of its own; write it into a class"
+                f"{type(module).__name__} has a forward attribute of its own; define forward in "
+                "its class"
             )
         if not any(isinstance(each, Layer) for each in module.modules()):
             raise ValueError(
                 f"fuse_gradients: {type(module).__name__} holds no layer over a partition; "
-                f"convert it by distribute_module, or build it of the layers of tessel.nn"
+                "convert it with distribute_module, or build it from the layers of tessel.nn"
             )
         module.forward = BucketedForward(module, limit)
     return module

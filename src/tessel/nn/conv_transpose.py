@@ -52,8 +52,8 @@ class _ConvTranspose(ConvolutionLayer):
     def check_grid(self, grid: WeightGrid) -> None:
         if self.groups > 1:
             raise NotImplementedError(
-                f"a transposed convolution with {self.groups} groups has no weight grid; "
-                f"leave P_w out, got {grid.partition}"
+                f"a transposed convolution with {self.groups} groups does not support a weight "
+                f"grid; leave out P_w, got {grid.partition}"
             )
 
 

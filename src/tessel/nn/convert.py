@@ -1,4 +1,4 @@
-"""ModelConversion: any torch model, over tensors that are spread over workers."""
+"""`distribute_module`: converts a torch model into one that computes with spread tensors."""
 
 from __future__ import annotations
 
@@ -199,8 +199,9 @@ class Stream:
         if capturing():  # in which the generator of a GPU cannot be seeded
             if self.draws_on_gpu is None:
                 raise RuntimeError(
-                    "call this converted model once before it is captured in a CUDA graph: torch "
-                    "asks for that, too, and the call shows whether the model draws random numbers"
+                    "call this converted model once before capturing it in a CUDA graph: torch "
+                    "requires this, too, and the call shows whether the model draws random "
+                    "numbers"
                 )
             if self.draws_on_gpu:
                 raise NotImplementedError(NO_DRAWING)
@@ -410,8 +411,8 @@ class Entrance(HasHandle):
             return inspect.signature(method.__get__(self.module, type(self.module)))
         raise AttributeError(
             f"'Entrance' object has no attribute {name!r}: the methods of a converted model are "
-            f"not plain functions; torch.export and others that read code come before "
-            f"distribute_module"
+            "not plain functions; apply torch.export and other tools that read code before "
+            "distribute_module"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -474,8 +475,8 @@ class Entrance(HasHandle):
         if is_traced():
             if wrappers:
                 raise NotImplementedError(
-                    f"torch.compile of the converted {type(self.module).__name__} over {P_x} in or "
-                    f"around fully_shard is not supported; leave out one of the two"
+                    f"torch.compile of the converted {type(self.module).__name__} over {P_x} "
+                    "inside or around fully_shard is not supported; leave out one of the two"
                 )
             return self._traced(args, kwargs)
         _check_untraced(self.module, (args, kwargs))
@@ -598,7 +599,7 @@ class Entrance(HasHandle):
         if not parts and len(found) == len(given):
             brought = [next(iter(found), None)]
         flags, is_off = needs_of(contents.parameters)
-        plan = buckets.foreseen()
+        plan = buckets.planned_uses()
         state = (dims, self.module.training, is_off, plan, late, *flags)
         calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
         if state not in calls:

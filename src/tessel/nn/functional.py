@@ -61,7 +61,7 @@ def parallel_linear(
     # of a shard torch's own function would make something else
     if isinstance(state, Sharding) and state.partition.size > 1:
         raise ValueError(
-            f"parallel_linear(dim=None): the whole weight is needed, and this is {state}; write "
+            f"parallel_linear(dim=None) needs the whole weight, but this is {state}; pass "
             f"dim={0 if state.dim else -1}, which says how it is split"
         )
     return F.linear(input, weight, bias)

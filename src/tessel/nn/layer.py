@@ -199,7 +199,7 @@ class Layer(HasHandle):
                 return self.torch_forward(input, *args, **settings)
         else:
             assert isinstance(self, torch.nn.Module)
-            input, layout = enter(self._agreement, input, self)
+            input, layout = enter(self._agreement(), input, self)
         y, _ = self.compute(input, layout, *args, **settings)
         return y
 
@@ -229,7 +229,6 @@ class Layer(HasHandle):
         """What torch's own layer computes."""
         return super().forward(x, *args, **settings)  # type: ignore[misc]
 
-    @property
     def _agreement(self) -> Agreement[Entry]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)

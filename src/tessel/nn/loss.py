@@ -21,7 +21,7 @@ from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.nn.layer import Layer, Result, entered
 from tessel.nn.loss_agreement import (
     FINE,
-    Beside,
+    AgreedTarget,
     Said,
     class_dim,
     narrow_dim,
@@ -75,7 +75,7 @@ class DistributedLossBase(Layer):
         name: str,
         value: Any,
         said: Callable[[Any], Said],
-        conclude: Callable[[Beside], Layout],
+        conclude: Callable[[AgreedTarget], Layout],
         note: str = "",
     ) -> SpreadTensor:
         """Another tensor than the input, spread as all workers conclude from what they hold of it.
@@ -105,7 +105,7 @@ class DistributedLossBase(Layer):
             entering.apply(entered(value, layout, agreed.meta), agreed.meta), layout
         )
 
-    def _learn(self, name: str, value: Any, said: Said = FINE, note: str = "") -> Beside:
+    def _learn(self, name: str, value: Any, said: Said = FINE, note: str = "") -> AgreedTarget:
         """Learn from all workers what they hold of another tensor than the input."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
         weights = () if is_traced() else self.weights  # which have no values in a trace
@@ -124,7 +124,7 @@ class DistributedLossBase(Layer):
             numbers=said,
             identity=f"the {name} of {identity}",
         )
-        return Beside(self, name, shapes, meta, numbers)
+        return AgreedTarget(self, name, shapes, meta, numbers)
 
     @property
     def _settings(self) -> tuple[Any, ...]:
@@ -414,7 +414,7 @@ class _OverClasses(DistributedLossBase):
         def said(target: Any) -> Said:
             return said_of_classes(target, layout.shape[dim], self.ignore_index, is_copy)
 
-        def conclude(agreed: Beside) -> Layout:
+        def conclude(agreed: AgreedTarget) -> Layout:
             num_dims = len(next(iter(agreed.shapes.values())))
             if self.takes_probabilities and num_dims == len(layout.shape):
                 return agreed.fitting(layout)

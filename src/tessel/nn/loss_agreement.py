@@ -29,7 +29,7 @@ _FAULTS: tuple[tuple[type[Exception], str], ...] = (  # by number, of which 0 is
 
 
 @dataclass(frozen=True)
-class Beside:
+class AgreedTarget:
     """What all workers know of a tensor that goes with the input of a loss.
 
     Attributes:
@@ -97,16 +97,13 @@ def _misfit(parts: tuple[tuple[int, Shape], ...], layout: Layout) -> tuple[int, 
 
 def said_of_units(*given: Any, first: int = 1) -> Said:
     """What a worker says of an input and a target, or the `first` of both, in [0, 1]."""
-    faults = (number for number, each in enumerate(given, first) if not _within_unit(each))
-    return next(faults, 0), 0
-
-
-def _within_unit(x: Any) -> bool:
-    """Whether all values lie in [0, 1]; on an accelerator torch's kernel itself stops if not."""
-    if not (is_dense(x) and x.dtype in _FLOATS) or x.device.type != "cpu" or not x.numel():
-        return True
-    low, high = x.detach().aminmax()
-    return bool((low >= 0) & (high <= 1))
+    for number, x in enumerate(given, first):
+        # on an accelerator torch's kernel itself stops if not
+        if is_dense(x) and x.dtype in _FLOATS and x.device.type == "cpu" and x.numel():
+            low, high = x.detach().aminmax()
+            if not (low >= 0) & (high <= 1):
+                return number, 0
+    return 0, 0
 
 
 # -- classes --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Window arithmetic for authors of layers: a face of `tessel.core.windows`."""
+"""Window arithmetic for authors of layers, on top of `tessel.core.windows`."""
 
 from __future__ import annotations
 

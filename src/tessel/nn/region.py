@@ -198,9 +198,9 @@ def planned(
     wraps = []
     for dim in range(len(source.shape)):
         if source.is_split(dim):  # what is whole wraps around in every layer by itself
-            bends = _continued([each[dim] for each in (*inputs, shapes[-1])], fields, dim)
-            if bends is not None:
-                inputs, fields, (before, after) = _bent(inputs, fields, dim, bends)
+            extensions = _continued([each[dim] for each in (*inputs, shapes[-1])], fields, dim)
+            if extensions is not None:
+                inputs, fields, (before, after) = _extended(inputs, fields, dim, extensions)
                 wraps.append(periodic_halo(source, dim, before, after))
                 source = wraps[-1].codomain
     stages: list[Windowed] = []
@@ -214,12 +214,12 @@ def planned(
     return tuple(wraps), tuple(stages)
 
 
-Bends = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
+Extensions = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
 
 
 def _continued(
     lengths: Sequence[int], fields: tuple[ReceptiveFields, ...], dim: int
-) -> Bends | None:
+) -> Extensions | None:
     """By how much each layer's input must go on beyond its ends, so that none wraps around.
 
     If a layer wraps around and all before it do, or read what they give, and if the period is that
@@ -235,7 +235,7 @@ def _continued(
     if not around:
         return None
     before = after = 0
-    bends: Bends = []
+    extensions: Extensions = []
     for k in range(around[-1], -1, -1):
         field, length, outputs = each[k], lengths[k], lengths[k + 1]
         if _is_circular(field):
@@ -250,24 +250,24 @@ def _continued(
         before, after = max(0, -window.first(-before)), max(0, last + 1 - length)
         if before > length or after > length:  # it would go on by more than a period
             return None
-        bends.insert(0, (before, after))
-    return bends
+        extensions.insert(0, (before, after))
+    return extensions
 
 
-def _bent(
-    inputs: Sequence[Shape], fields: tuple[ReceptiveFields, ...], dim: int, bends: Bends
+def _extended(
+    inputs: Sequence[Shape], fields: tuple[ReceptiveFields, ...], dim: int, extensions: Extensions
 ) -> tuple[list[Shape], tuple[ReceptiveFields, ...], tuple[int, int]]:
     """The same layers on tensors that go on, where their windows stay inside."""
     shapes, changed = list(inputs), list(fields)
-    for k, (before, after) in enumerate(bends):
+    for k, (before, after) in enumerate(extensions):
         shapes[k] = _with(shapes[k], dim, shapes[k][dim] + before + after)
         field = fields[k][dim]
         if isinstance(field, Mirrored):
             # index 0 is now what −before was, and output 0 what −ahead was
-            ahead = bends[k + 1][0] if k + 1 < len(bends) else 0
+            ahead = extensions[k + 1][0] if k + 1 < len(extensions) else 0
             window = replace(field.window, before=-before - field.window.first(-ahead))
             changed[k] = _with(fields[k], dim, window)
-    return shapes, tuple(changed), bends[0]
+    return shapes, tuple(changed), extensions[0]
 
 
 def _with(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:

@@ -267,6 +267,7 @@ def check_alike(values: Iterable[tuple[str, Tensor]], P_x: Partition) -> None:
             if number != expected:
                 raise ValueError(
                     f"{key[0]} under fully_shard has other values on worker {worker} than on "
-                    f"worker {known}, and both are of one replica, over {P_x}; apply "
-                    f"tessel.nn.distribute_module first, which makes them alike, or seed alike"
+                    f"worker {known}, and both belong to one replica, over {P_x}; apply "
+                    "tessel.nn.distribute_module first, which makes them equal, or use the same "
+                    "seed"
                 )

@@ -92,7 +92,10 @@ class ParOperator:
 
     def __rmul__(self, factor: Any) -> ParOperator:
         if isinstance(factor, np.ndarray):
-            raise TypeError(f"an array does not act on {self}; {self} * array applies the operator")
+            raise TypeError(
+                f"an array cannot be multiplied by {self} from the right; {self} * array applies "
+                "the operator"
+            )
         if isinstance(factor, np.generic):
             factor = factor.item()
         return scale(factor, self) if isinstance(factor, int | float | complex) else NotImplemented
@@ -107,8 +110,8 @@ class ParOperator:
             return self.apply(_as_tensor(other))
         if isinstance(other, ParOperator):
             raise TypeError(
-                f"{self} * {other} is not an operator: A @ B is the product, kron(A, B) the "
-                f"Kronecker product"
+                f"{self} * {other} is not an operator: use A @ B for the product, kron(A, B) for "
+                "the Kronecker product"
             )
         return self.__rmul__(other)
 

@@ -333,20 +333,19 @@ def share_inside(before: Layout, after: Layout, workers_per_host: int) -> float:
     for it.
     """
     last = (after.partition.size - 1) // workers_per_host
-    return min(_share_of(before, after, k, workers_per_host) for k in {0, last // 2, last})
-
-
-def _share_of(before: Layout, after: Layout, host: int, workers_per_host: int) -> float:
-    first = host * workers_per_host
-    here = range(first, min(first + workers_per_host, after.partition.size))
-    # (worker, dim, start and stop): how much of what one has another gets
-    has, gets = (np.array([box_of(at, each) for each in here]) for at in (before, after))
-    starts = np.maximum(has[:, None, :, 0], gets[None, :, :, 0])
-    stops = np.minimum(has[:, None, :, 1], gets[None, :, :, 1])
-    common = np.prod(np.maximum(stops - starts, 0), -1)
-    kept = np.trace(common)
-    sent = np.prod(has[..., 1] - has[..., 0], -1).sum() - kept
-    return min(1.0, float(common.sum() - kept) / float(sent)) if sent else 1.0
+    shares = []
+    for host in {0, last // 2, last}:
+        first = host * workers_per_host
+        here = range(first, min(first + workers_per_host, after.partition.size))
+        # (worker, dim, start and stop): how much of what one has another gets
+        has, gets = (np.array([box_of(at, each) for each in here]) for at in (before, after))
+        starts = np.maximum(has[:, None, :, 0], gets[None, :, :, 0])
+        stops = np.minimum(has[:, None, :, 1], gets[None, :, :, 1])
+        common = np.prod(np.maximum(stops - starts, 0), -1)
+        kept = np.trace(common)
+        sent = np.prod(has[..., 1] - has[..., 0], -1).sum() - kept
+        shares.append(min(1.0, float(common.sum() - kept) / float(sent)) if sent else 1.0)
+    return min(shares)
 
 
 @lru_cache(maxsize=1024)

@@ -160,10 +160,18 @@ class _Trial:
     def next(self) -> str:
         """The library of the next call; the fastest, if enough were timed."""
         self._left -= 1  # calls may end by an exception, and are not timed then
-        waiting = [name for name in self._seconds if self._is_open(name)]
+        usual, waiting = self._timed("torch"), []
+        for name, calls in self._seconds.items():
+            times = self._timed(name)
+            is_hopeless = len(times) >= _BLOCK - 1 and min(times) > _HOPELESS * min(usual)
+            if len(calls) % _BLOCK > 0 or (len(calls) < _BLOCK * _BLOCKS and not is_hopeless):
+                waiting.append(name)
         self.is_over = len(self._seconds) == 1 or not waiting or self._left < 0
         if self.is_over:
-            return self._fastest()
+            found = {name: median(each) for name in self._seconds if (each := self._timed(name))}
+            best = min(found, key=found.__getitem__, default="torch")
+            is_faster = best in found and found[best] < _GAIN * found.get("torch", 0.0)
+            return best if is_faster else "torch"
         # what is called after another library finds its code and tables outside of the caches
         begun = (name for name in waiting if len(self._seconds[name]) % _BLOCK)
         return next(begun, min(waiting, key=lambda name: len(self._seconds[name])))
@@ -174,16 +182,6 @@ class _Trial:
 
     def _timed(self, library: str) -> list[float]:
         return [each for n, each in enumerate(self._seconds[library]) if n % _BLOCK]
-
-    def _is_open(self, library: str) -> bool:
-        num_calls, times, usual = len(self._seconds[library]), *map(self._timed, (library, "torch"))
-        is_hopeless = len(times) >= _BLOCK - 1 and min(times) > _HOPELESS * min(usual)
-        return num_calls % _BLOCK > 0 or (num_calls < _BLOCK * _BLOCKS and not is_hopeless)
-
-    def _fastest(self) -> str:
-        times = {name: median(each) for name in self._seconds if (each := self._timed(name))}
-        best = min(times, key=times.__getitem__, default="torch")
-        return best if best in times and times[best] < _GAIN * times.get("torch", 0.0) else "torch"
 
 
 # which library is the fastest, or how often it was not asked yet

@@ -1,4 +1,4 @@
-"""How the dimensions of a tensor lie in memory."""
+"""The order of a tensor's dimensions in memory, as planning sees it."""
 
 from __future__ import annotations
 

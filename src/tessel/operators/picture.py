@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tessel.core.layout import Layout
 from tessel.operators.cost import Cost, ExplainedStep
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _INK, _FAINT, _WHOLE = "#22262e", "#6b7280", "#e5e7eb"
@@ -71,7 +69,20 @@ def draw_steps(
     layout.set_yticks(range(len(lines)), labels)
     layout.set_title("layout after the step", color=_INK, fontsize=10)
     for row, line in enumerate(lines):
-        _draw_layout(layout, row, line.after, _colour(line))
+        here = line.after
+        height = _THICKNESS / max(1, len(here.shape))
+        style: dict[str, Any] = {"height": 0.8 * height, "align": "edge"}
+        first = here.box(here.partition.ranks[0])
+        assert first is not None
+        for dim, cut in enumerate(here.cuts):
+            top = row - _THICKNESS / 2 + dim * height
+            layout.barh(top, 0.9, left=0.02, color=_WHOLE, **style)
+            left, right = (0.02 + 0.9 * edge / here.shape[dim] for edge in first[dim])
+            width = max(right - left, 0.003 * (right > left))
+            layout.barh(top, width, left=left, color=_colour(line), **style)
+            for start, _ in cut.intervals[1:] if len(cut.intervals) <= _MOST_CUTS else ():
+                at = 0.02 + 0.9 * start / here.shape[dim]
+                layout.plot([at, at], [top, top + 0.8 * height], color="white", linewidth=1)
     for ax, (title, value, write) in zip(others, _COLUMNS, strict=True):
         ax.set_title(title, color=_INK, fontsize=10)
         values = [[value(cost) for cost in step] for step in costs]
@@ -91,18 +102,3 @@ def draw_steps(
 
 def _colour(line: ExplainedStep) -> str:
     return _TRANSFER if line.is_transfer else _LOCAL
-
-
-def _draw_layout(ax: Axes, row: int, here: Layout, ink: str) -> None:
-    height = _THICKNESS / max(1, len(here.shape))
-    first = here.box(here.partition.ranks[0])
-    assert first is not None
-    for dim, cut in enumerate(here.cuts):
-        top = row - _THICKNESS / 2 + dim * height
-        style: dict[str, Any] = {"height": 0.8 * height, "align": "edge"}
-        ax.barh(top, 0.9, left=0.02, color=_WHOLE, **style)
-        left, right = (0.02 + 0.9 * edge / here.shape[dim] for edge in first[dim])
-        ax.barh(top, max(right - left, 0.003 * (right > left)), left=left, color=ink, **style)
-        for start, _ in cut.intervals[1:] if len(cut.intervals) <= _MOST_CUTS else ():
-            at = 0.02 + 0.9 * start / here.shape[dim]
-            ax.plot([at, at], [top, top + 0.8 * height], color="white", linewidth=1)

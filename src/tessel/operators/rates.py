@@ -192,7 +192,7 @@ def _check_keys(where: str, found: dict[str, Any], known: set[str], needed: set[
     for name in sorted(needed - found.keys()):
         raise ValueError(f"{where}{name} is missing")
     for name in sorted(found.keys() - known):
-        raise ValueError(f"{where}{name} is not known; there are {', '.join(sorted(known))}")
+        raise ValueError(f"unknown key {where}{name}; expected one of {', '.join(sorted(known))}")
 
 
 def _count(where: str, value: Any) -> int:

@@ -74,6 +74,7 @@ class ParReduce(Leaf):
         if not self.partition.active:
             return x.clone()
         # Copies of a sum are one shared value: where some worker needs its gradient, all do.
+        self.prepare()  # of a copy
         operator, meta = self._agreement.agree_on(x)
         return operator.apply(grad_alike(as_agreed(x, meta, True), meta))
 
@@ -110,7 +111,7 @@ class ParReduce(Leaf):
             shared = Layout.whole(self.partition, shape, shared=True)
             return Replicate(shared, separate) if self.is_adjoint else Move(separate, shared), meta
 
-        return Agreement(self.prepare(), f"{self!r}", self.partition.ranks, conclude)
+        return Agreement(self.partition.group, f"{self!r}", self.partition.ranks, conclude)
 
     def __repr__(self) -> str:
         size = f"{self.source}" if self.is_sized else f"{self.source.dtype}"

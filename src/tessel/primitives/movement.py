@@ -58,7 +58,8 @@ class Movement(HasHandle, torch.nn.Module):
 
     @cached_property
     def _agreement(self) -> Agreement[Agreed]:
-        return Agreement(self.prepare(), repr(self), self.P_x.ranks, self._conclude)
+        assert self._group is not None, "`prepare` is called before"
+        return Agreement(self._group, repr(self), self.P_x.ranks, self._conclude)
 
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         operator = self.operator(shapes)

@@ -92,12 +92,12 @@ class ParameterPiece:
                 if not equal and not abs(first - other) <= bound < float("inf"):
                     raise ValueError(
                         f"clip_grad_norm_: the parameter {self.name}, of shape "
-                        f"{tuple(self.value.shape)} here, is taken for one that workers share, and "
-                        f"its gradient has the norm {first:.6g} on worker {same[0]} and "
-                        f"{other:.6g} on worker {worker}; if it is a shard, say so with "
-                        f"tessel.register_parallel_dim(parameter, dim) or pass the module that has "
-                        f"it; if not, let its use go through tessel.distributed.copy, which sums "
-                        f"its gradient"
+                        f"{tuple(self.value.shape)} here, is treated as shared by all workers, "
+                        f"but its gradient has norm {first:.6g} on worker {same[0]} and "
+                        f"{other:.6g} on worker {worker}; if it is a shard, register it with "
+                        "tessel.register_parallel_dim(parameter, dim) or pass the module that "
+                        "has it; if not, use it through tessel.distributed.copy, which sums its "
+                        "gradient"
                     )
 
 

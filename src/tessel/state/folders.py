@@ -71,7 +71,7 @@ def whole_folder(
             if is_shared and len(found) < len(marks):
                 raise FileNotFoundError(
                     f"this worker sees {unfinished} with what workers {found} have made, of "
-                    f"{workers.size}: all workers need to share the file system"
+                    f"{workers.size}: all workers must share the file system"
                 )
             if me == found[0]:
                 prepare(unfinished)

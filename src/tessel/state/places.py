@@ -134,8 +134,8 @@ def _values(module: Module) -> Iterator[Value]:
             if name not in layer._parameters:
                 raise NotImplementedError(
                     f"the {name} of {prefix or 'the module'} ({type(layer).__name__}) is computed "
-                    f"from other values, and how these lie in shards is not known; remove its "
-                    f"parametrization first"
+                    "from other values, whose sharding is unknown; remove its parametrization "
+                    "first"
                 )
         for name, value in chain(layer._parameters.items(), layer._buffers.items()):
             if value is not None:

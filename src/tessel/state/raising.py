@@ -1,4 +1,4 @@
-"""What happened to one worker, told to all."""
+"""Errors of one worker, raised on all workers together."""
 
 from __future__ import annotations
 

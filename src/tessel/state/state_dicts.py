@@ -243,7 +243,7 @@ class _Entry:
         what = f"the value {self.path[1]!r} of an optimizer for {self.name}"
         if not isinstance(self.value, Tensor):
             several = self._some_apart and tensors_in(self.value)
-            return f"{what} holds several tensors; how they lie is not known" if several else ""
+            return f"{what} holds several tensors, whose layout is unknown" if several else ""
         if self.layout is None:
             return ""
         found = whole_problem if whole else local_problem

@@ -90,7 +90,7 @@ class TensorFileWriter:
         place = 0
         for name, (dtype, shape) in kinds.items():
             if dtype not in _NAMES:
-                raise TypeError(f"{name} has the dtype {dtype}, which tensor files do not have")
+                raise TypeError(f"{name} has the dtype {dtype}, which tensor files do not support")
             self._entries[name] = entry = TensorEntry(dtype, tuple(shape), place)
             place += entry.num_bytes
         self._sums = {name: "0" * 8 * _num_blocks(e) for name, e in self._entries.items()}
@@ -204,7 +204,17 @@ class TensorFile:
             raise self._error(f"its header is not JSON: {error}") from error
         self._check(isinstance(header, dict), "its header is no table")
         self.notes = self._notes(header.pop("__metadata__", {}), text)
-        self.entries = {name: self._entry(name, value) for name, value in header.items()}
+        self.entries: dict[str, TensorEntry] = {}
+        for name, value in header.items():
+            try:
+                dtype = _DTYPES[value["dtype"]]
+                shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
+                is_right = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop))
+                entry = self.entries[name] = TensorEntry(dtype, shape, start)
+                is_right = is_right and entry.num_bytes == stop - start
+            except (KeyError, TypeError, ValueError):
+                is_right = False
+            self._check(is_right, f"its entry for {name!r} is not that of a tensor")
         # Tensors come one after the other, without gaps, to the end of the file.
         place, end = 0, size - self._begin
         for entry in sorted(self.entries.values(), key=lambda each: (each.start, each.num_bytes)):
@@ -272,18 +282,6 @@ class TensorFile:
                 f"reads {FORMAT}",
             )
         return dict(notes)
-
-    def _entry(self, name: str, value: Any) -> TensorEntry:
-        try:
-            dtype = _DTYPES[value["dtype"]]
-            shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
-            is_right = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop))
-            entry = TensorEntry(dtype, shape, start)
-            is_right = is_right and entry.num_bytes == stop - start
-        except (KeyError, TypeError, ValueError):
-            is_right = False
-        self._check(is_right, f"what it says of {name!r} is not a tensor")
-        return entry
 
     def _check(self, is_right: bool, problem: str) -> None:
         if not is_right:

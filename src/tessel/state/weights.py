@@ -100,13 +100,13 @@ def load_weights(
         file = TensorFile(path)
         for name in sorted({*state} ^ {*file.entries}):
             who = "the model" if name in state else "the file"
-            raise ValueError(f"{path} is of another model: only {who} has {name}")
+            raise ValueError(f"{path} belongs to another model: only {who} has {name}")
         for name, value in state.items():
             layout, box = places.layouts.get(name), None
             shape, there = tuple((layout or value).shape), file.entries[name].shape
             if there != shape:
                 raise ValueError(
-                    f"{path} is of another model: {name} has the shape {there} in the file and "
+                    f"{path} belongs to another model: {name} has shape {there} in the file and "
                     f"{shape} in the model"
                 )
             if layout is not None and places.is_apart(layout):  # of others all workers read all

@@ -1,4 +1,4 @@
-"""What torch's operators below autograd do with spread tensors: the rules of the same functions.
+"""Rules for torch's operators below autograd: those of the functions that they implement.
 
 Code that goes round torch's functions (transforms of `torch.func`, backward formulas in C++) calls
 operators of `aten`. Some are the same function as one that has a rule, with the same arguments or

@@ -121,13 +121,13 @@ class BatchNorm(KernelNorm):
         variance: Tensor,
     ) -> Sequence[Tensor | None]:
         both = self.total.apply(torch.stack(gradient_sums(grad, x, mean, variance, self.eps)))
-        slope, shift = both.unbind()
+        of_weight, of_bias = both.unbind()
         if not needs[0]:
-            return None, slope, shift
+            return None, of_weight, of_bias
         scale = (variance + self.eps).rsqrt()
         scale = scale if weight is None else scale * weight
-        slopes = both * (scale / -sum(self.counts))
-        return gradient_of(grad, x, mean, variance, self.eps, scale, slopes), slope, shift
+        affine = both * (scale / -sum(self.counts))
+        return gradient_of(grad, x, mean, variance, self.eps, scale, affine), of_weight, of_bias
 
     # -- on a GPU, whose kernels for several workers take the reciprocal of s
 
@@ -171,15 +171,17 @@ class BatchNorm(KernelNorm):
     ) -> Sequence[Tensor | None]:
         if x.numel():
             grad = grad.contiguous(memory_format=_memory_format(x))
-        shift, centred, slope = self._cuda_sums(grad, x, weight, mean, scale)
+        of_bias, centred, of_weight = self._cuda_sums(grad, x, weight, mean, scale)
         kind = torch.float32 if weight is None else weight.dtype
-        parameters = slope.to(kind), shift.to(kind)
+        parameters = of_weight.to(kind), of_bias.to(kind)
         if not needs[0]:
             return None, *parameters
         if not x.numel():
             return torch.zeros_like(x), *parameters
         counts = constant(self.counts, torch.int32, x.device)
-        of_x = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, shift, centred, counts)
+        of_x = torch.batch_norm_backward_elemt(
+            grad, x, mean, scale, weight, of_bias, centred, counts
+        )
         return of_x, *parameters
 
     def _cuda_sums(
@@ -188,17 +190,17 @@ class BatchNorm(KernelNorm):
         """Σ g, Σ g (x − m) and Σ g x̂ of all workers."""
         # the kernel gives the gradient of a weight with the sums; without one nobody asks for it
         if x.numel():
-            shift, centred, slope, _ = torch.batch_norm_backward_reduce(
+            of_bias, centred, of_weight, _ = torch.batch_norm_backward_reduce(
                 grad, x, mean, scale, weight, True, weight is not None, False
             )
         else:
-            shift, centred, slope = (torch.zeros_like(mean) for _ in range(3))
-        if self.is_of_all and self.group.adds_on_devices(shift):
-            wanted = (shift, centred) if weight is None else (shift, centred, slope)
+            of_bias, centred, of_weight = (torch.zeros_like(mean) for _ in range(3))
+        if self.is_of_all and self.group.adds_on_devices(of_bias):
+            wanted = (of_bias, centred) if weight is None else (of_bias, centred, of_weight)
             self.group.all_reduce(*wanted)()
-            return shift, centred, centred if weight is None else slope
-        shift, centred = self.total.apply(torch.stack([shift, centred])).unbind()
-        return shift, centred, centred * scale
+            return of_bias, centred, centred if weight is None else of_weight
+        of_bias, centred = self.total.apply(torch.stack([of_bias, centred])).unbind()
+        return of_bias, centred, centred * scale
 
 
 def derived(
@@ -224,10 +226,10 @@ def gradient_sums(
         return torch.zeros_like(mean), torch.zeros_like(mean)
     # Without the gradient of x, and so without room for it: torch's kernel for that takes three
     # times as long as what `gradient_of` does.
-    _, slope, shift = torch.ops.aten.native_batch_norm_backward(
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
     )
-    return slope, shift
+    return of_weight, of_bias
 
 
 def gradient_of(
@@ -237,13 +239,13 @@ def gradient_of(
     variance: Tensor,
     eps: float,
     scale: Tensor,
-    slopes: Tensor,
+    affine: Tensor,
 ) -> Tensor:
     """c g + a x̂ + b, with numbers c and (a, b) for every index of the second dimension."""
     if not x.numel():
         return torch.zeros_like(x)
-    slope, shift = slopes.unbind()
-    found = _scaled(x, mean, variance, slope, shift, eps)
+    factor, term = affine.unbind()
+    found = _scaled(x, mean, variance, factor, term, eps)
     return found.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
 
 

@@ -186,9 +186,12 @@ class BlockSum:
 
     first_kept = 0
 
+    def __post_init__(self) -> None:
+        self.schedule.partition.prepare()
+
     @property
     def group(self) -> Group:
-        return self.schedule.partition.prepare()
+        return self.schedule.partition.group
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         xs = tuple(None if x is None else x.detach() for x in xs)

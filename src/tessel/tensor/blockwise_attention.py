@@ -127,9 +127,12 @@ class BlockwiseAttention:
 
     first_kept = 0
 
+    def __post_init__(self) -> None:
+        self.schedule.partition.prepare()
+
     @property
     def group(self) -> Group:
-        return self.schedule.partition.prepare()
+        return self.schedule.partition.group
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         q, k, v, mask = (None if x is None else x.detach() for x in xs)

@@ -1,4 +1,4 @@
-"""What opt_einsum asks of the package of a tensor's class; tensorly contracts by it.
+"""The backend of opt_einsum for spread tensors, which tensorly uses for contractions.
 
 It looks for these names in the package and, without them, takes tensors for numpy's. Operands may
 be spread or plain.

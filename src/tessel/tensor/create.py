@@ -1,4 +1,4 @@
-"""How spread tensors come to be: from whole tensors, from parts, and from nothing.
+"""Creation of spread tensors: from whole tensors, from parts, and by functions such as `zeros`.
 
 Here, and only here, workers agree: on shapes, the kind of the tensor, and whether it needs a
 gradient. From then on every worker knows the layout of everything that is computed from it.
@@ -82,7 +82,7 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
         part, where = owners[type(part)](part, where)
     if where is None:
         agree(world(), "tessel.from_local without `where`, of a tensor that is no shard")
-        raise TypeError("from_local: where is needed, a tessel.Partition or a tessel.Layout")
+        raise TypeError("from_local: pass where, a tessel.Partition or a tessel.Layout")
     partition = _partition(where)
     if isinstance(part, Tensor):
         agree(world(), "tessel.from_local of a tensor that is spread")

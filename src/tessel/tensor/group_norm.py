@@ -80,11 +80,11 @@ class GroupNorm(KernelNorm):
         of_x = None
         if needs[0]:
             scale = (variance + self.eps).rsqrt()
-            slopes = both * (scale / -(self.size * sum(self.counts)))
+            affine = both * (scale / -(self.size * sum(self.counts)))
             each = self._of_rows(scale)
             if weight is not None:
                 each = (each.view(x.shape[:2]) * weight).view(-1)
-            of_x = gradient_of(*rows, each, self._of_rows(slopes).view(2, each.numel()))
+            of_x = gradient_of(*rows, each, self._of_rows(affine).view(2, each.numel()))
             of_x = of_x.view(x.shape)
         # of a shared weight's gradient these are terms, which its use sums
         terms = (each if need else None for each, need in zip(sums.sum(1), needs[1:], strict=True))

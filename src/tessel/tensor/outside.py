@@ -2,8 +2,8 @@
 
 Such a worker has no values, and still has to know how a result lies: it may be moved to workers of
 which it is one. So the rule is followed without values, from the place of the first worker of the
-partition, by torch's fake tensors. The result is a spread tensor without a part, which hangs on the
-operands, so that this worker takes part in the backward passes of movements before and after.
+partition, by torch's fake tensors. The result is a spread tensor without a part, which depends on
+the operands, so that this worker takes part in the backward passes of movements before and after.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def outlined(
         layout = _with_partition(value._layout, Partition)
         part = torch.empty(0, dtype=value._part.dtype, device=value._part.device)
         if value._part.requires_grad:
-            part = part + hanging.to(part.dtype)
+            part = part + anchor.to(part.dtype)
         return Tensor(part, layout)
 
-    hanging = _hanging(args, kwargs)
+    anchor = _anchor(args, kwargs)
     try:
         with setting(outlining, True), FakeTensorMode(allow_non_fake_inputs=True):
             given, settings = tree_map(without_values, (args, kwargs))
@@ -90,7 +90,7 @@ def outlined(
     found = tree_map(with_history, result)
     target = next(tensors(args), None)
     if is_in_place(name) and isinstance(target, Tensor) and given[0]._part.requires_grad:
-        target._part.add_(hanging.to(target.dtype))
+        target._part.add_(anchor.to(target.dtype))
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
     return found
@@ -103,7 +103,7 @@ def _with_partition(layout: Layout, kind: type[Partition]) -> Layout:
     return replace(layout, partition=kind(partition.ranks, partition.shape))
 
 
-def _hanging(*values: Any) -> torch.Tensor:
+def _anchor(*values: Any) -> torch.Tensor:
     """An empty tensor that depends on all operands, as the graphs of the others do."""
     found = []
     for value in tensors(*values):
@@ -117,9 +117,9 @@ def _hanging(*values: Any) -> torch.Tensor:
             operator = getattr(node, "operator", None)
             if isinstance(operator, LinearOperator) and operator.takes_part:
                 raise ValueError(
-                    f"a tensor that worker {transport.this_worker()} has by {operator} meets one "
-                    f"on other workers, and would get no gradient here; move it there as a spread "
-                    f"tensor: x.move_to(...)"
+                    f"a tensor that worker {transport.this_worker()} has from {operator} is "
+                    "combined with one on other workers, and would get no gradient here; move it "
+                    "there as a spread tensor: x.move_to(...)"
                 )
         found.append(value.reshape(-1)[:0])
     real = [each for each in found if each.is_floating_point() or each.is_complex()]

@@ -1,4 +1,4 @@
-"""Strips: a convolution where the tensor lies, completed from what lies around it.
+"""Convolutions that are computed while their halo is in transit, and completed by strips.
 
 A convolution is linear in its input: that of a worker's own part, with zeros around it, plus that
 of the strips around the part is that of all that the worker reads. So the part is not copied into a

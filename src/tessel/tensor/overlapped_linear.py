@@ -1,4 +1,4 @@
-"""The product with a weight whose outputs are split: messages travel while it is derived."""
+"""Products with a weight whose outputs are split: gradients are sent while others are computed."""
 
 from __future__ import annotations
 

@@ -63,18 +63,15 @@ def sum(
     wide = x.to(torch.float64)
     largest = wide.detach().abs().amax(dims, keepdim=True)
     if not largest.isfinite().all():
-        return _of_any(wide, dims, keepdim).to(x.dtype)
+        # Infinite values and NaN decide the results that they are part of.
+        is_finite = wide.isfinite()
+        finite = torch.where(is_finite, wide, 0)
+        others = torch.where(is_finite, 0, wide).sum(dims, keepdim)
+        # The finite ones have no say there, but a derivative: that of a zero.
+        beside = others + (finite - finite.detach()).sum(dims, keepdim)
+        found = torch.where(others == 0, sum(finite, dims, keepdim, deterministic=True), beside)
+        return found.to(x.dtype)
     return _of_finite(wide, largest, dims, keepdim, torch.finfo(x.dtype).eps).to(x.dtype)
-
-
-def _of_any(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """With infinite values or NaN, which decide the results that they are part of."""
-    is_finite = x.isfinite()
-    finite = torch.where(is_finite, x, 0)
-    others = torch.where(is_finite, 0, x).sum(dims, keepdim)
-    # The finite ones have no say there, but a derivative: that of a zero.
-    beside = others + (finite - finite.detach()).sum(dims, keepdim)
-    return torch.where(others == 0, sum(finite, dims, keepdim, deterministic=True), beside)
 
 
 def _of_finite(

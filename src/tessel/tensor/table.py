@@ -121,6 +121,17 @@ def named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
     return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
 
 
+def check_fits(shape: Shape, other: Shape) -> None:
+    """Raise, as torch does, if a change in place by an operand would make a tensor longer."""
+    pairs = zip(reversed(other), reversed(shape), strict=False)
+    if len(other) > len(shape) or any(n not in (1, m) for n, m in pairs):
+        # torch's own error, if none of them fits
+        whole, _ = torch.broadcast_tensors(*(torch.zeros(()).expand(n) for n in (shape, other)))
+        raise RuntimeError(
+            f"output with shape {list(shape)} doesn't match the broadcast shape {list(whole.shape)}"
+        )
+
+
 @lru_cache(maxsize=64)
 def _defaults(func: Any) -> Settings:
     """The arguments of a function in their order, with their default values."""
@@ -132,8 +143,7 @@ def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Set
     if func is not getattr(torch.nn.functional, name):
         raise unsupported(
             name,
-            f"only torch.nn.functional.{name} is known, and the arguments of this function are "
-            f"others",
+            f"only torch.nn.functional.{name} is supported, and this function has other arguments",
             *held_layouts(args, kwargs),
         )
     defaults = _defaults(func)
@@ -232,8 +242,8 @@ class ApartError(ValueError):
     def __init__(self, name: str, layouts: Iterable[Layout | None]) -> None:
         held = ", ".join(str(each) for each in layouts if each is not None)
         super().__init__(
-            f"`{name}` of tensors on different workers or grids: {held}; bring them together by "
-            f"x.move_to(...)"
+            f"`{name}` of tensors on different workers or grids: {held}; move them together with "
+            "x.move_to(...)"
         )
 
 
@@ -288,8 +298,8 @@ def whole_part(value: Any, x: Layout) -> Any:
     layout = value._layout
     if {*layout.partition.ranks} != {*x.partition.ranks}:
         raise ValueError(
-            f"a weight lies on other workers than the input, {layout} and {x}; bring them together "
-            f"by x.move_to(...)"
+            f"a weight lies on other workers than the input, {layout} and {x}; move one of them "
+            "with x.move_to(...)"
         )
     return open_part(value) if is_whole(layout) else value.full()
 
@@ -364,7 +374,7 @@ def _known_by(value: Any) -> Any:
         return kind, value
     if isinstance(value, torch.Tensor):
         return _shape_and_dtype(value)
-    raise TypeError(f"a {kind.__name__} is not known by its value")
+    raise TypeError(f"a {kind.__name__} cannot be told apart by its value")
 
 
 def _shape_and_dtype(x: torch.Tensor) -> tuple[Shape, torch.dtype]:

@@ -220,8 +220,8 @@ def absent(what: str, layout: Layout) -> ValueError:
     """What to raise on a worker outside of a partition if it asks for values."""
     return ValueError(
         f"{what} needs values, and worker {this_worker()} is outside of {layout.partition}, which "
-        f"has them; call it on these workers alone (`if x.layout.partition.active:`), or bring the "
-        f"tensor to others first, on all workers: x.move_to(...)"
+        "has them; call it on these workers alone (`if x.layout.partition.active:`), or move the "
+        "tensor to others first, on all workers: x.move_to(...)"
     )
 
 

@@ -59,8 +59,8 @@ def check_gradient(
 ) -> None:
     """Raise AssertionError unless autograd of A gives A.H, in first and second order.
 
-    The gradient of ½|A x|² is A.H A x, and that of ½|A.H A x|² is (A.H A)² x. Their slopes along a
-    direction d, for which A alone is needed, must be ⟨A x, A d⟩ and ⟨A A.H A x, A d⟩. The
+    The gradient of ½|A x|² is A.H A x, and that of ½|A.H A x|² is (A.H A)² x. The derivatives
+    along a direction d, for which A alone is needed, must be ⟨A x, A d⟩ and ⟨A A.H A x, A d⟩. The
     forward-mode derivative of A is A. All workers of the operator call this together, and all
     raise or none.
 
@@ -83,10 +83,12 @@ def check_gradient(
         ("½|A x|²", first, image.detach()),
         ("½|A.H A x|²", second, operator(first)),
     ):
-        slope = operator.domain.local_inner(gradient, direction).real
+        derivative = operator.domain.local_inner(gradient, direction).real
         expected = operator.codomain.local_inner(forward, along).real
         scale = _norm(operator, gradient) * _norm(operator, direction)
-        _check_number(operator, f"the slope of {what}", slope, "⟨A x, A d⟩", expected, scale)
+        _check_number(
+            operator, f"the derivative of {what}", derivative, "⟨A x, A d⟩", expected, scale
+        )
     normal = operator.H(image.detach())
     _check_equal(operator, "the gradient of ½|A x|²", first, normal)
     twice = operator.H(operator(normal))

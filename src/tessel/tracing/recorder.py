@@ -447,20 +447,20 @@ def _follow(recorder: Recorder, own: Function) -> Function:
         event = _exchange_event(notes)
         shown = recorder.begin_range(event.title)
         try:
-            landed = own(group, *exchange)
+            num_received = own(group, *exchange)
         except BaseException as error:
             event.error, event.key = type(error).__name__, recorder.number(key)
             notes.note(event)
             raise
         finally:
             recorder.end_range(shown)
-        if landed != NOTHING:  # else it goes another way
+        if num_received != NOTHING:  # else it goes another way
             event.key, event.way = recorder.number(key), _ENGINE
             event.sent, event.received = notes.bytes or ({}, {})
             event.others = _readers(event.sent)
             notes.note(event)
             notes.last = event
-        return landed
+        return num_received
 
     return follow
 
@@ -516,11 +516,11 @@ def exchange(
     if at_once:
         event.received, event.others = come, readers
     with noted(notes, event):
-        yield None if at_once else lambda: arrival(recorder, event, come, readers)
+        yield None if at_once else lambda: exchange_wait(recorder, event, come, readers)
 
 
 @contextmanager
-def arrival(
+def exchange_wait(
     recorder: Recorder, begun: Event, received: _Bytes, others: tuple[int, ...]
 ) -> Iterator[None]:
     """The wait for an exchange, and for others that read what was sent."""
@@ -550,7 +550,7 @@ def on_devices(
     event.received = {group.workers[place - 1]: size}
     event.others = group.workers
     with noted(notes, event):
-        yield lambda: arrival(recorder, event, {}, group.workers)
+        yield lambda: exchange_wait(recorder, event, {}, group.workers)
 
 
 def _way(group: Group, device: torch.device, dense: bool) -> str:

@@ -1,6 +1,6 @@
 /* The engine: exchanges between workers of one host, in one call.
 
-   A program (program.py) lists, as 64-bit words, what an exchange copies: from a tensor into slots of
+   A program (copy_program.py) lists, as 64-bit words, what an exchange copies: from a tensor into slots of
    channels that lead to others, and out of slots into another tensor. Of what is large a slot says
    only where it lies, and the receiver reads it there. Here these copies are made, slots are
    published by semaphores, and what others publish is waited for, a short while. What cannot be

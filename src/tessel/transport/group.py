@@ -431,18 +431,18 @@ class Group:
         value = value.contiguous()
         # All copies, and added by torch in one order: the sum is the same on all, bit by bit.
         copies = value.new_empty((self.size, *value.shape))
-        program, landed = None, NOTHING
+        program, num_received = None, NOTHING
         if is_plain(value) and value.numel():
             program = self._spreading(value.dtype, value.numel())
         if program is not None:
-            landed = self.follow(program, copies, value)
-            if landed == self.size:
+            num_received = self.follow(program, copies, value)
+            if num_received == self.size:
                 return copies.sum(0)
         if self._teams:
             return self._sum_by_hosts(value)
         receives = [ReceiveBuffer(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
-        if program is not None and landed != NOTHING:  # the engine has begun
-            self.finish(program, value, receives[landed:], value)
+        if program is not None and num_received != NOTHING:  # the engine has begun
+            self.finish(program, value, receives[num_received:], value)
         else:
             sends = [SendBuffer(worker, value) for worker in self.workers]
             self.exchange_at_once(sends, receives, value.device, dense=True)

@@ -188,14 +188,20 @@ def find_job(environ: Environ) -> LaunchedJob | None:
         if local_rank is not None:
             _check(environ, local_rank < local_workers, launcher, launcher.local_rank, names)
     name = _name(environ, launcher, local_workers == workers)
+    address = _address(environ, launcher, workers, local_workers == workers)
+    port = _number(environ, ("MASTER_PORT",))
+    if port is None:
+        port = FIRST_PORT + zlib.crc32(name.encode("utf-8", "surrogateescape")) % NUM_PORTS
+    elif not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {port}")
     return LaunchedJob(
         launcher,
         rank,
         workers,
         local_rank,
         local_workers,
-        _address(environ, launcher, workers, local_workers == workers),
-        _port(environ, name),
+        address,
+        port,
         name,
         launcher is SLURM and environ.get("SLURM_GPUS_PER_TASK", "0") not in ("", "0"),
     )
@@ -281,7 +287,7 @@ def _local(environ: Environ, launcher: Launcher) -> int | None:
     for each in counts.split(","):  # as 2(x3),1
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
         if found is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE must be as 2(x3),1, got {counts!r}")
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE must look like 2(x3),1, got {counts!r}")
         node -= int(found[2] or 1)
         if node < 0:
             return int(found[1])
@@ -317,15 +323,6 @@ def _ancestor(*commands: str) -> list[str]:
     return []
 
 
-def _port(environ: Environ, name: str) -> int:
-    port = _number(environ, ("MASTER_PORT",))
-    if port is None:
-        return FIRST_PORT + zlib.crc32(name.encode("utf-8", "surrogateescape")) % NUM_PORTS
-    if not 0 < port < 2**16:
-        raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {port}")
-    return port
-
-
 def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host: bool) -> str:
     """Where worker 0 is, as all tasks know it: on the first host."""
     if environ.get("MASTER_ADDR"):
@@ -350,10 +347,10 @@ def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host:
             return words[0]
     passed = {"openmpi": "-x MASTER_ADDR=…", "mpich": "-genv MASTER_ADDR …"}.get(launcher.name)
     raise ValueError(
-        f"{launcher.command} has started {workers} tasks, on several hosts or it does not say on "
-        f"how many, and where they meet is not known: set MASTER_ADDR to an address of the host of "
-        f"task 0; export MASTER_ADDR=…{f', or {passed}' if passed else ''}, or {CHOICE}=none if "
-        f"each task is to be a world of its own"
+        f"{launcher.command} has started {workers} tasks, on several hosts or on an unknown "
+        "number of them, and their meeting point is unknown: set MASTER_ADDR to an address of "
+        f"the host of task 0; export MASTER_ADDR=…{f', or {passed}' if passed else ''}, or "
+        f"{CHOICE}=none if each task is to be a world of its own"
     )
 
 
@@ -369,7 +366,9 @@ def hosts_of(listing: str) -> Iterator[str]:
     for entry in re.split(r",(?![^\[]*\])", text):
         pieces = re.split(r"\[([^\[\]]*)\]", entry)
         if not entry or any(c in "[] \t" for piece in pieces[::2] for c in piece):
-            raise ValueError(f"expected a list of hosts as node[01-03,7],gpu-a, got {listing!r}")
+            raise ValueError(
+                f"expected a list of hosts such as node[01-03,7],gpu-a, got {listing!r}"
+            )
         choices: list[Iterable[str]] = [
             [piece] if number % 2 == 0 else _Ranges(piece, listing)
             for number, piece in enumerate(pieces)
@@ -395,7 +394,7 @@ class _Ranges:
             found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each)
             if found is None or int(found[2] or found[1]) < int(found[1]):
                 raise ValueError(
-                    f"expected ranges as 01-03,7 in brackets, got {text!r} in {listing!r}"
+                    f"expected ranges such as 01-03,7 in brackets, got {text!r} in {listing!r}"
                 )
             self._spans.append((int(found[1]), int(found[2] or found[1]), len(found[1])))
 
@@ -436,9 +435,9 @@ def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
             if job.rank == 0 or time.monotonic() > deadline:
                 reason, *_ = (str(error).strip() or repr(error)).splitlines()
                 raise RuntimeError(
-                    f"{job}, which did not succeed within {seconds:.0f} s: {reason}. "
-                    f"See whether all tasks call tessel.world(), and whether task 0 can be reached "
-                    f"there; MASTER_ADDR and MASTER_PORT choose another place"
+                    f"{job}, which did not succeed within {seconds:.0f} s: {reason}. Check that "
+                    "all tasks call tessel.world(), and that task 0 can be reached there; "
+                    "MASTER_ADDR and MASTER_PORT choose another address"
                 ) from error
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
@@ -451,16 +450,25 @@ def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
     told = store.get("launched").decode()
     if told != mine:
         raise RuntimeError(
-            f"{job}, but who listens there has {told}, and this task is one of {mine}; set "
-            f"MASTER_PORT to another port for each job"
+            f"{job}, but the program that listens there has {told}, and this task is one of "
+            f"{mine}; set MASTER_PORT to another port for each job"
         )
     if store.add(f"came/{job.rank}", 1) > 1:
         if store.check(["met"]) and not store.get("met"):
             return False
         store.set("twice", f"two tasks say that they are worker {job.rank} of {job.workers}")
     store.add("came", 1)
-    if job.rank == 0:
-        _await_all(store, job.workers, deadline)
+    # worker 0 says that all workers have come, or why they do not meet
+    while job.rank == 0 and not store.check(["met"]):
+        if store.check(["twice"]):
+            store.set("met", store.get("twice"))
+        elif store.add("came", 0) == job.workers and not store.check(["twice"]):
+            store.set("met", "")
+        elif time.monotonic() > deadline:
+            missing = [str(w) for w in range(job.workers) if not store.check([f"came/{w}"])]
+            store.set("met", f"workers {', '.join(missing[:10])} did not come")
+        else:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
     problem = store.get("met").decode()
     if not problem:
         return True
@@ -470,21 +478,7 @@ def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
     while job.rank == 0 and heard < store.add("came", 0) and time.monotonic() < deadline:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
         heard = store.add("heard", 0)
-    raise RuntimeError(f"{job}, which they cannot: {problem}")
-
-
-def _await_all(store: Any, workers: int, deadline: float) -> None:
-    """Say, as worker 0, that all workers have come; or why they do not meet."""
-    while not store.check(["met"]):
-        if store.check(["twice"]):
-            store.set("met", store.get("twice"))
-        elif store.add("came", 0) == workers and not store.check(["twice"]):
-            store.set("met", "")
-        elif time.monotonic() > deadline:
-            missing = [str(w) for w in range(workers) if not store.check([f"came/{w}"])]
-            store.set("met", f"workers {', '.join(missing[:10])} did not come")
-        else:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    raise RuntimeError(f"{job}, which failed: {problem}")
 
 
 def _listener(job: LaunchedJob) -> socket.socket:

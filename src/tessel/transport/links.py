@@ -130,7 +130,12 @@ class Links:
                     lost = next((self._lost[w] for w in missing if w in self._lost), "")
                 if lost:
                     raise RuntimeError(lost)
-                if self._nap():
+                # sleep until something comes, or can be sent, but not for long
+                poll = select.poll()
+                for other in self._ends.keys() - self._lost.keys():
+                    events = select.POLLIN | (select.POLLOUT if self._left[other] else 0)
+                    poll.register(self._ends[other], events)
+                if poll.poll(NAP_MS):
                     continue
                 watch.check()
                 if host is not None:
@@ -142,14 +147,6 @@ class Links:
         finally:
             if wait is not None:
                 watch.finish(wait)
-
-    def _nap(self) -> bool:
-        """Sleep until something comes, or can be sent; whether it has, before the nap was over."""
-        poll = select.poll()
-        for other in self._ends.keys() - self._lost.keys():
-            end = self._ends[other]
-            poll.register(end, select.POLLIN | (select.POLLOUT if self._left[other] else 0))
-        return bool(poll.poll(NAP_MS))
 
     def _send(self, other: int) -> None:
         left = self._left[other]

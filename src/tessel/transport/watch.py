@@ -31,7 +31,7 @@ from tessel.errors import WorkerLost
 from tessel.settings import chosen
 from tessel.transport.board import BUSY, FAILED, FINISHED, WAITS, Board, Status
 
-PATIENCE = 2.0  # seconds after which others are asked
+SECONDS_BEFORE_ASKING = 2.0  # seconds after which others are asked
 TICK = 0.5  # seconds between two looks
 # Looks in vain, of all who wait, between two looks of this worker at the board. Gloo may hold
 # messages that are on their way, for a short time.
@@ -361,7 +361,7 @@ class Watch:
         waits = [
             each
             for each in [*self._waits.values(), *self._of_devices]
-            if each.seconds > PATIENCE and not each.is_over
+            if each.seconds > SECONDS_BEFORE_ASKING and not each.is_over
         ]
         if self._of_devices and self.is_broken():  # however short they have lasted
             self._end_device_waits()

@@ -94,13 +94,22 @@ def join(backend: str | None = None) -> bool:
     if backend is None:
         backend = "nccl" if _has_own_gpu() else "gloo"
     if backend == "nccl":
-        place = whole_number("LOCAL_RANK", 0)
-        torch.cuda.set_device(place % torch.cuda.device_count() if _binds_gpus() else place)
+        device = whole_number("LOCAL_RANK", 0)
+        torch.cuda.set_device(device % torch.cuda.device_count() if _binds_gpus() else device)
         backend = "cpu:gloo,cuda:nccl"  # workers also agree, by small tensors of the CPU
-    store, rank, workers = _rendezvous()
+    key, limit = _key(), time_limit()
+    if key not in _places:
+        _places.clear()
+        settings: dict[str, Any] = {} if limit is None else {"timeout": limit}
+        _places[key] = _LauncherStore(*next(dist.rendezvous("env://", **settings)))
+    place = _places[key]
+    place.jobs += 1
+    # The store of the launcher outlives a job: one who comes to the next job early must not find
+    # the server of the last one as it goes, or the addresses that were left there.
+    store = dist.PrefixStore(f"tessel/{place.jobs}", place.store)
     keep_freed_memory()  # as `tessel run` does: with torchrun a step may take twice as long else
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=workers, timeout=time_limit()
+        backend, store=store, rank=place.rank, world_size=place.workers, timeout=limit
     )
     return True
 
@@ -122,23 +131,6 @@ _places: dict[tuple[str | None, ...], _LauncherStore] = {}  # by what the enviro
 def _key() -> tuple[str | None, ...]:
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     return tuple(os.environ.get(name) for name in names)
-
-
-def _rendezvous() -> tuple[Any, int, int]:
-    """A store for the next job of these workers, this worker's number, and how many there are.
-
-    The store of the launcher outlives a job: one who comes to the next job early must not find the
-    server of the last one as it goes, or the addresses that were left there.
-    """
-    key = _key()
-    if key not in _places:
-        _places.clear()
-        limit = time_limit()
-        settings: dict[str, Any] = {} if limit is None else {"timeout": limit}
-        _places[key] = _LauncherStore(*next(dist.rendezvous("env://", **settings)))
-    place = _places[key]
-    place.jobs += 1
-    return dist.PrefixStore(f"tessel/{place.jobs}", place.store), place.rank, place.workers
 
 
 def _has_own_gpu() -> bool:

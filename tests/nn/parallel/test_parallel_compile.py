@@ -183,7 +183,7 @@ EXPECTED = {
     "ids": "is out of bounds on worker 1: the rows of the table",
     "target": "is out of bounds on worker 1: the classes",
     "differs": "all workers must have the same target",
-    "shape": "compile this call anew",
+    "shape": "recompile this call",
     "memory": "the memory of weight is that of another",
     "drawing": "draws random numbers cannot be compiled",
 }

@@ -179,7 +179,7 @@ def parts(case: Case, wholes: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def slopes(y: Sequence[Tensor], weights: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def vjps(y: Sequence[Tensor], weights: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of Σ w·(y + y²), zero where there is none."""
     objective = sum((w * (each + each.square())).sum() for w, each in zip(weights, y, strict=True))
     assert isinstance(objective, Tensor)
@@ -212,7 +212,7 @@ def check_case(case: Case) -> None:
     seed = values(expected.shape, 99).to(case.dtype)
     want, have, seeds, own_seeds = [expected], [got], [seed], [seed]
     for order in case.orders:
-        want, have = slopes(want, seeds, inputs), slopes(have, own_seeds, own)
+        want, have = vjps(want, seeds, inputs), vjps(have, own_seeds, own)
         for name, a, b in zip(("input", "target", "weight"), have, parts(case, want), strict=False):
             near(f"gradient of order {order} of the {name}", a, b, case.tolerance)
         seeds = [values(each.shape, 7 + k).to(case.dtype) for k, each in enumerate(inputs)]
@@ -503,7 +503,7 @@ def test_one_worker_needs_a_gradient(run: Run) -> None:
 
 
 def differences() -> None:
-    """The gradients of logits, target and weight are the slopes of the loss itself."""
+    """The gradients of logits, target and weight are the vjps of the loss itself."""
     case = Case((3, 5), "shard", "sum", 0.3, True)
     mine = Tensors.mine(case)
     loss = loss_of_mine(case, mine)
@@ -699,9 +699,9 @@ def refused(what: str) -> tuple[tuple[str, str], tuple[str, str]]:
         ("out of range", "target 5 is out of bounds on worker 0: the classes are 0 to 4"),
         ("negative", "target -1 is out of bounds on worker 0: the classes are 0 to 4"),
         ("images out of range", "target 5 is out of bounds on worker 0"),
-        ("batch", "expected for an input of shape (4, 5), got (3,)"),
-        ("image", "expected for an input of shape (4, 5, 2), got (4, 3)"),
-        ("one sample", "expected for an input of shape (5,), got (3,)"),
+        ("batch", "for an input of shape (4, 5), got (3,)"),
+        ("image", "for an input of shape (4, 5, 2), got (4, 3)"),
+        ("one sample", "for an input of shape (5,), got (3,)"),
         ("numbers as probabilities", ""),
         ("float classes", ""),
         ("int32 classes", ""),
@@ -803,11 +803,11 @@ ALONG_1 = "a shard along dim 1 over workers 0, 1"
         ("batches", "ValueError", "(4,) on worker 0, (5,) on worker 1"),
         ("dtypes", "ValueError", "torch.float32 on worker 0, torch.float64 on worker 1"),
         ("dims", "ValueError", "all workers must make the same calls"),
-        ("targets", "ValueError", "same target, and worker 1 has other values"),
+        ("targets", "ValueError", "same target, but worker 1 has other values"),
         ("range", "IndexError", "target 5 is out of bounds on worker 1: the classes are 0 to 4"),
         ("target shapes", "ValueError", "(4,) on worker 0, (3,) on worker 1"),
         ("target list", "ValueError", "worker 1 passed no tensor"),
-        ("weights", "ValueError", "same weight, and worker 1 has other values"),
+        ("weights", "ValueError", "same weight, but worker 1 has other values"),
         ("weight of one", "ValueError", "all workers must make the same calls"),
         ("reductions", "ValueError", "all workers must make the same calls"),
         ("plain target", "ValueError", "write tessel.register_parallel_dim(target, 1)"),
@@ -825,7 +825,7 @@ ALONG_1 = "a shard along dim 1 over workers 0, 1"
         ("sparse target", "ValueError", "worker 1 passed no tensor"),
         ("sparse weight", "TypeError", "must be Tensor"),
         ("weight shard", "ValueError", "the weight must be whole on every worker"),
-        ("partition", "ValueError", "leave out partition="),
+        ("partition", "ValueError", "omit partition="),
         ("no gradient", "ValueError", "workers [1] run under torch.no_grad()"),
     ],
 )

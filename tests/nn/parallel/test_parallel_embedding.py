@@ -65,7 +65,7 @@ def dense(grad: Tensor) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-def slopes(y: Tensor, weight: Tensor, second: bool) -> list[Tensor]:
+def vjps(y: Tensor, weight: Tensor, second: bool) -> list[Tensor]:
     """The gradient of Σ c·(y + y²) of the weight, and of Σ g² for this gradient g."""
     loss = (values(y.shape, 5).to(y) * (y + y.square())).sum()
     (first,) = torch.autograd.grad(loss, weight, create_graph=second)
@@ -87,8 +87,8 @@ def check_case(case: Case, P: Partition) -> None:
     close("output", got, expected, case.tolerance)
     close("weight", split.weight, layout.local_part(alone.weight), case.tolerance)
     second = not case.sparse and ids.numel() > 0  # torch has none else
-    wanted = slopes(expected, alone.weight, second)
-    found = slopes(got, split.weight, second)
+    wanted = vjps(expected, alone.weight, second)
+    found = vjps(got, split.weight, second)
     for order, (a, b) in enumerate(zip(found, wanted, strict=True), 1):
         assert a.layout == b.layout
         close(f"gradient of order {order}", dense(a), layout.local_part(dense(b)), case.tolerance)
@@ -383,7 +383,7 @@ FAULTS = {
     ),
     "negative": (IndexError, "id -1 is out of bounds"),
     "too great on one": (IndexError, "id 10 is out of bounds on worker 1"),
-    "others on one": (ValueError, "the same ids, and worker 1 has other values than worker 0"),
+    "others on one": (ValueError, "the same ids, but worker 1 has other values than worker 0"),
     "shape": (ValueError, "shape of the ids"),
     "dtype": (ValueError, "dtype"),
     "floats": (ValueError, "int64 or int32"),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tessel
 import tessel.distributed as parallel
-from parity import close, slopes, values
+from parity import close, values, vjps
 from tessel import Layout, Partition, transport
 from tessel.core.move import Move
 from tessel.distributed.shards import Sharding, as_plain, as_shard, sharding_of
@@ -111,8 +111,8 @@ def check(case: Case, P: Partition, seed: int) -> None:
     if case.dtype.is_complex:
         expected, got, weights = expected.abs(), got.abs(), weights.abs()
     for order in (1, 2):
-        expected = slopes(expected, weights, [whole, *alone.parameters()], order)
-        got = slopes(got, weights, [x, *layer.parameters()], order)
+        expected = vjps(expected, weights, [whole, *alone.parameters()], order)
+        got = vjps(got, weights, [x, *layer.parameters()], order)
         names = ["input", *(name for name, _ in alone.named_parameters())]
         for name, a, b in zip(names, got, expected, strict=True):
             b = b if name == "input" else part(layer, name, b)
@@ -779,7 +779,7 @@ REFUSED = {
     "tied": "1.weight, 2.weight are one parameter",
     "gradient": "has a gradient",
     "hook": "has hooks",
-    "forward": "forward of its own",
+    "forward": "forward attribute of its own",
     "others": "same calls",
     "attention of one": "same calls",
 }

@@ -196,7 +196,7 @@ def test_shards_meet_spread_tensors(run: Run, nprocs: int) -> None:
     unknown, lost, written, of_lost, plain = first
     assert unknown[0] is ValueError and "tessel.spread(x, where)" in unknown[1]
     assert written[0] is TypeError and "would write a spread tensor into a Shard" in written[1]
-    assert plain[0] is TypeError and "where is needed" in plain[1]
+    assert plain[0] is TypeError and "pass where" in plain[1]
     if nprocs > 1:
         assert lost[0] is ValueError and "lost in `sum`" in lost[1]
         assert of_lost[0] is ValueError and "lost in `sum`" in of_lost[1]

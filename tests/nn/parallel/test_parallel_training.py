@@ -221,7 +221,7 @@ def clip_blocks(grid: tuple[int, ...] | None) -> None:
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     if grid is not None:
         text = raised(lambda: clip_grad_norm_(list(model.parameters()), 0.5, partition=P))
-        assert text is not None and "is taken for one that workers share" in text[1]
+        assert text is not None and "is treated as shared by all workers" in text[1]
     close("norm", clip_grad_norm_(model, 0.5), expected)
     blocks = [model[0]._block_layouts(), model[1]._block_layouts()]
     for name, parameter in model.named_parameters():

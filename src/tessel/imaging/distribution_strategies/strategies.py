@@ -97,8 +97,8 @@ class WindowStrategy(DistributedSignalStrategy):
         ndim = len(self.signal_shape)
         if dims is None and ndim < 3:
             raise ValueError(
-                f"a signal with {ndim} dimensions has none besides batch and channels; "
-                f"say which dimensions are cut"
+                f"a signal with {ndim} dimensions has none besides batch and channels; pass the "
+                "dimensions to cut"
             )
         given = range(2, ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
         if any(not -ndim <= dim < ndim for dim in given):
@@ -107,7 +107,7 @@ class WindowStrategy(DistributedSignalStrategy):
             )
         self.dims = tuple(dim % ndim for dim in given)
         if not self.dims or len(set(self.dims)) < len(self.dims):
-            raise ValueError(f"expected one dimension or more, each once, got {tuple(given)}")
+            raise ValueError(f"expected at least one dimension, each only once, got {tuple(given)}")
         self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of those that are cut
         self.whole: Box = tuple((0, length) for length in self.lengths)
         self._regions: dict[tuple[Box, Box], Region] = {}
@@ -254,8 +254,8 @@ class BasicStrategy(WindowStrategy):
         super().__init__(signal_shape, split_dims, overlap, max_batch_size)
         if num_splits is not None and patch_size is not None:
             raise ValueError(
-                f"num_splits and patch_size both say how many parts there are: got {num_splits} "
-                f"and {patch_size}; pass one of them"
+                f"num_splits and patch_size both determine the number of parts, got {num_splits} "
+                f"and {patch_size}; pass only one of them"
             )
         count = len(self.dims)
         self.halo = checked_sizes("receptive_field_size", receptive_field_size, count, 0)
@@ -292,8 +292,8 @@ def create_strategy(
     if isinstance(strategy, DistributedSignalStrategy):
         if settings or tuple(strategy.signal_shape) != tuple(signal_shape):
             raise ValueError(
-                f"the strategy {strategy!r} is made already, for {tuple(strategy.signal_shape)}: "
-                f"it takes no settings {settings} and no other shape than {tuple(signal_shape)}"
+                f"the strategy {strategy!r} was created for {tuple(strategy.signal_shape)}: it "
+                f"takes no settings {settings} and no shape other than {tuple(signal_shape)}"
             )
         return strategy
     return maker_of(strategy)(signal_shape, **settings)

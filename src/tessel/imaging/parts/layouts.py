@@ -150,8 +150,7 @@ def check_parts(layout: Layout, what: str) -> None:
     ordered = all(cut.is_consecutive(length) for cut, length in pairs)
     if not ordered or not layout.owns_once or layout.shared:
         raise ValueError(
-            f"{what} needs an image in parts that lie one after the other, each on one worker: "
-            f"got {layout}"
+            f"{what} needs an image in consecutive parts, each on one worker, got {layout}"
         )
 
 

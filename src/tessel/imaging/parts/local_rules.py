@@ -1,4 +1,4 @@
-"""Recognition: which operators of users have a local kernel, by what they have and what they do.
+"""Recognition of users' operators that act locally, by their attributes and by trying them.
 
 An operator says what it is by its attributes: `filter` and `padding`, `factor`, `mask`. That two
 classes have attributes of the same names does not make them the same operator, so that what is

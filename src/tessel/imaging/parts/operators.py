@@ -171,8 +171,8 @@ class Convolution(PartOperator):
         # Halos were planned for one size of the filter, which users may change by assignment.
         if tuple(filter.shape) != self.filter_shape:
             raise ValueError(
-                f"this operator was made for a filter of shape {self.filter_shape}, and got one "
-                f"of {tuple(filter.shape)}; make another operator"
+                f"this operator was created for a filter of shape {self.filter_shape}, got one of "
+                f"{tuple(filter.shape)}; create another operator"
             )
         return _broadcast_part(_own(filter, self.domain.partition), self._box, dims=2)
 

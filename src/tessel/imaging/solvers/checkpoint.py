@@ -164,8 +164,8 @@ class Checkpoint:
                 continue
             if told:
                 raise ValueError(
-                    f"the checkpoint in {self.folder} is of another problem: {told}; take another "
-                    f"folder, or resume=False"
+                    f"the checkpoint in {self.folder} belongs to another problem: {told}; use "
+                    "another folder, or resume=False"
                 )
             if problem and space.workers.rank == 0:
                 warnings.warn(
@@ -186,7 +186,7 @@ class Checkpoint:
             return values, iteration, History(notes.history)
         if problem:
             raise ValueError(
-                f"{problem}; bring the file back, pass resume=False, or take another folder"
+                f"{problem}; restore the file, pass resume=False, or use another folder"
             )
         return start, 0, History()
 
@@ -201,7 +201,9 @@ class Checkpoint:
         saying = f"the checkpoint in {self.folder} cannot be read"
         with together(_CALL, workers, saying):
             for old in folder.glob("worker-*-of-*"):
-                raise ValueError(f"{old} is of an earlier version of Tessel, which is not read")
+                raise ValueError(
+                    f"{old} was written by an earlier version of Tessel and cannot be read"
+                )
             entries, keys = stored_in(folder)
             own = _notes(folder, entries, f"notes.{workers.rank}")
         is_other = own is None or (own.size, own.layout) != (workers.size, layout.identity)

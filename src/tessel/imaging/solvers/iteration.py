@@ -137,8 +137,8 @@ def solve(
             values, done, history = checkpoint.read(method, values, space)
             if done > max_iterations:
                 raise ValueError(
-                    f"max_iterations={max_iterations}, and the checkpoint in {checkpoint.folder} "
-                    f"is of iteration {done}; pass {done} or more, resume=False, or another folder"
+                    f"max_iterations={max_iterations}, but the checkpoint in {checkpoint.folder} "
+                    f"is at iteration {done}; pass {done} or more, resume=False, or another folder"
                 )
         # A metric that is new in a run that resumes begins now: criteria may ask for its numbers.
         is_known = measures.keys() <= history.keys()

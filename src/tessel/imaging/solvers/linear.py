@@ -61,8 +61,8 @@ class CG(Method):
             return {**values, "residual": torch.zeros_like(square)}
         if found < 0 or (found == 0 and float(square.detach()) > 0):
             raise ValueError(
-                f"{self.name}: the operator must be positive, and ⟨p, H p⟩ is {found:g} for a "
-                f"direction p; for least squares take A_adjoint_A, or CGLS"
+                f"{self.name}: the operator must be positive, but ⟨p, H p⟩ is {found:g} for a "
+                "direction p; for least squares use A_adjoint_A, or CGLS"
             )
         by = _ratio(square, length)
         rest = rest - by * image
@@ -257,7 +257,7 @@ def power_iteration(
     length = float(space.norm(x))
     if not 0 < length < float("inf"):
         raise ValueError(
-            f"power_iteration: the start must be finite and not zero, its norm is {length}"
+            f"power_iteration: the start must be finite and not zero, but its norm is {length}"
         )
     return largest_eigenvalue(operator, x, space, max_iterations, tolerance)
 

@@ -65,13 +65,13 @@ class Space:
             space = cls(layout, layout.partition, differentiable)
         if not space.layout.owns_once:
             raise ValueError(
-                f"a solver needs an image of which every index is one value, got {space.layout}; "
-                f"copies that are equal are declared with shared=True"
+                f"a solver needs an image with one value for each index, got {space.layout}; "
+                "declare equal copies with shared=True"
             )
         if differentiable and space.workers.size != space.layout.partition.size:
             raise NotImplementedError(
-                f"gradients through a solver need the image on all workers that solve: it lies "
-                f"on {space.layout.partition}, these are {space.workers}"
+                "gradients through a solver need the image on all workers that solve: it lies on "
+                f"{space.layout.partition}, but these are {space.workers}"
             )
         return space
 
@@ -107,7 +107,7 @@ class Space:
 
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
-        return self._group.sum(shares.detach())
+        return self.prepare().sum(shares.detach())
 
     def total(self, share: Tensor) -> Tensor:
         """The sum of all workers' shares of a number, on every worker."""
@@ -150,9 +150,12 @@ class Space:
         """The axes of the grid along which workers hold different parts."""
         return [a for a in range(self.layout.partition.dim) if a not in self.layout.shared]
 
-    @cached_property
-    def _group(self) -> Group:
-        return self.workers.prepare()  # kept: each iteration of a solver sums several times
+    def prepare(self) -> Group:
+        """The group of the workers, which all of them make together."""
+        group: Group | None = self.__dict__.get("_group")
+        if group is None:  # kept: each iteration of a solver sums several times
+            group = self.__dict__["_group"] = self.workers.prepare()
+        return group
 
     def __getstate__(self) -> dict[str, Any]:
         # without what was found out for this worker and its job
@@ -402,8 +405,8 @@ class PSNR:
     def __call__(self, x: Tensor) -> float:
         if x.shape != self.truth.shape:
             raise ValueError(
-                f"PSNR: the image has the shape {tuple(x.shape)} on this worker and the truth "
-                f"{tuple(self.truth.shape)}; both lie in one layout"
+                f"PSNR: the image has shape {tuple(x.shape)} and the truth has shape "
+                f"{tuple(self.truth.shape)} on this worker; both must have the same layout"
             )
         difference = x - self.truth
         squares = self.space.numbers((difference, difference))[0]

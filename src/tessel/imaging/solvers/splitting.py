@@ -240,8 +240,8 @@ class CondatVu(Method):
             check_positive(self, dual_step=self.dual_step)
         elif self.operator is not None:
             raise ValueError(
-                f"{self.name}: an operator of one's own needs a dual_step, which depends on its "
-                f"norm; see power_iteration"
+                f"{self.name}: a custom operator needs a dual_step, which depends on its norm; "
+                "see power_iteration"
             )
 
     def begin(self, x: Tensor, space: Space) -> Values:
@@ -299,7 +299,7 @@ class ChambollePock(CondatVu):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prior is not None:
-            raise ValueError("ChambollePock has no place for a prior; CondatVu takes one")
+            raise ValueError("ChambollePock takes no prior; use CondatVu")
 
     def descend(self, x: Tensor, back: Tensor, iteration: int, space: Space) -> Tensor:
         lower = x - self.step * back

@@ -1,4 +1,4 @@
-"""What parallel layers check when all workers told each other what they hold.
+"""Checks of parallel layers on the tensors that all workers hold, after an agreement.
 
 All of these decide by what every worker knows: so they raise on all of them, with the same text.
 """
@@ -125,7 +125,7 @@ def check_copies(
         for name, mine, others in zip(names, said, expected, strict=True):
             if mine != others:
                 raise ValueError(
-                    f"{label}: all workers must have the same {name}, and worker {worker} has "
-                    f"other values than worker {first}; give all the same batch, say by the same "
-                    f"seed of the data loader, or gather what differs before"
+                    f"{label}: all workers must have the same {name}, but worker {worker} has "
+                    f"other values than worker {first}; give all of them the same batch, for "
+                    "example with the same seed for the data loader, or gather what differs first"
                 )

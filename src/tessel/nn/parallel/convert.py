@@ -98,9 +98,9 @@ def convert(module: Module, conversion: Conversion) -> Module:
     agree(conversion.partition, f"{conversion.name} {problem} {wrapped=}{listing}")
     if wrapped:
         raise ValueError(
-            f"{conversion.name}: DistributedDataParallel averages the parameters that it was made "
-            f"with, and would know nothing of shards in their place; convert the model first, and "
-            f"wrap it then. Nothing was converted"
+            f"{conversion.name}: DistributedDataParallel averages the parameters that it was "
+            "created with, and would not know about shards in their place; convert the model "
+            "first, then wrap it. Nothing was converted"
         )
     if problem and conversion.is_strict:
         raise NotImplementedError(f"{conversion.name}: {problem}; nothing was converted")
@@ -130,8 +130,8 @@ def _problems(
             for inner in each.modules():
                 found.setdefault(id(inner), "")
             found[id(each)] = (
-                f"{_named(name, each)} uses its weights in a way of its own; write it with "
-                f"layers of type {conversion.wanted.__name__}"
+                f"{_named(name, each)} uses its weights in its own way; write it with layers of "
+                f"type {conversion.wanted.__name__}"
             )
     for name, layer in layers:
         texts = [] if id(layer) in found else list(_problems_of(name, layer, conversion))
@@ -204,8 +204,8 @@ def _add_ties(module: Module, wanted: set[int], found: dict[int, str]) -> None:
             if converted and len(converted) < len(uses):
                 names = ", ".join(name for name, _ in uses)
                 text = (
-                    f"{names} are one parameter, of which some would become shards; tie parallel "
-                    f"layers instead, after the conversion"
+                    f"{names} are one parameter, and only some of them would become shards; tie "
+                    "parallel layers instead, after the conversion"
                 )
                 found.update(dict.fromkeys(converted, text))
                 changed = True

@@ -135,8 +135,8 @@ class ShardedLoss:
         workers = self.input.partition.ranks
         if self.wanted not in (None, workers):
             raise ValueError(
-                f"{self.label}: partition= names workers {self.wanted}, and the input is a shard "
-                f"over workers {workers}; leave out partition="
+                f"{self.label}: partition= names workers {self.wanted}, but the input is a shard "
+                f"over workers {workers}; omit partition="
             )
         ndim = len(input_shapes[0][1])
         expected = Sharding(class_dim(ndim), self.input.partition)
@@ -171,7 +171,7 @@ class ShardedLoss:
         first = shapes[self.partition.ranks[0]]
         if len(first) <= sharding.dim:
             raise ValueError(
-                f"{self.label}: {name} has no dim {sharding.dim}, its shape is {first}"
+                f"{self.label}: {name} has no dimension {sharding.dim}: its shape is {first}"
             )
         return layout_of_shards(
             self.partition, shapes, sharding.dim, sharding.size, self.label, name, "classes"
@@ -192,8 +192,8 @@ class ShardedLoss:
         # as torch: ValueError for another batch, RuntimeError for other dimensions behind it
         is_batch = len(shape) == 1 or target[:1] != shape[:1]
         raise (ValueError if is_batch else RuntimeError)(
-            f"{self.label}: a target of shape {samples}, or of shape {shape} for probabilities, "
-            f"was expected for an input of shape {shape}, got {target}"
+            f"{self.label}: expected a target of shape {samples}, or of shape {shape} with "
+            f"probabilities, for an input of shape {shape}, got {target}"
         )
 
 
@@ -309,7 +309,18 @@ def parallel_cross_entropy(
         _check_known(state_of(value))
     sharding = sharding_of(input)
     if sharding is None:
-        return _of_whole(measure, input, target, weight, partition)
+        if isinstance(input, SpreadTensor):
+            agree_on_spread(partition or input.layout.partition, "parallel_cross_entropy")
+        # a plain tensor may be computed from a shard; compilers cannot follow the search for it
+        if not is_compiling():
+            _check_known(traced_state(input))
+        for name, given in (("target", target), ("weight", weight)):
+            if given is not None and sharding_of(given) is not None:
+                raise ValueError(
+                    f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
+                    f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
+                )
+        return measure.by_torch(input, target, weight)
     autocast = torch.is_autocast_enabled(input.device.type)
     loss = ShardedLoss.of(sharding, target, weight, partition, measure, autocast)
     found = _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
@@ -386,23 +397,6 @@ class ParallelCrossEntropyLoss(HasHandle, torch.nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             partition=self.partition,
         )
-
-
-def _of_whole(
-    measure: CrossEntropy, x: Tensor, target: Any, weight: Any, partition: Partition | None
-) -> Tensor:
-    if isinstance(x, SpreadTensor):
-        agree_on_spread(partition or x.layout.partition, "parallel_cross_entropy")
-    # a plain tensor may be computed from a shard; compilers cannot follow the search for it
-    if not is_compiling():
-        _check_known(traced_state(x))
-    for name, value in (("target", target), ("weight", weight)):
-        if sharding_of(value) is not None:
-            raise ValueError(
-                f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
-                f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
-            )
-    return measure.by_torch(x, target, weight)
 
 
 @eagerly

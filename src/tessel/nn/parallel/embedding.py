@@ -113,7 +113,7 @@ class Lookup:
         dim, label = self.place, self.label
         if any(len(shape) != 2 for shape in shapes.values()):
             found = ", ".join(f"{shape} on worker {worker}" for worker, shape in shapes.items())
-            raise ValueError(f"{label}: a weight has two dimensions, got {found}")
+            raise ValueError(f"{label}: a weight must have two dimensions, got {found}")
         other = ("columns", "rows")[dim]
         same({w: shape[1 - dim] for w, shape in shapes.items()}, f"number of {other}", label)
         whole = [shapes[self.partition.ranks[0]][k] for k in (0, 1)]
@@ -272,7 +272,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         """
         if embeddings.dim() != 2:
             raise ValueError(
-                f"a table of two dimensions is needed, got shape {tuple(embeddings.shape)}"
+                f"expected a table of two dimensions, got shape {tuple(embeddings.shape)}"
             )
         rows, columns = embeddings.shape
         return cls(

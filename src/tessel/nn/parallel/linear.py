@@ -104,7 +104,7 @@ class ShardedProduct:
                 )
         last = len(shapes[self.partition.ranks[0]]) - 1
         if last < 0:
-            raise ValueError(f"{self.label}: an input of at least one dimension is needed")
+            raise ValueError(f"{self.label}: expected an input of at least one dimension")
         expected = Sharding(last, self.partition, self.sizes[0]) if self.dim == ROW else None
         check_sharding(self.state, expected, "the input", self.label)
         batch = {worker: shape[:-1] for worker, shape in shapes.items()}
@@ -253,7 +253,9 @@ def multiply_shards(
     assert split is not None
     first, place = shapes[partition.ranks[0]], 1 - split
     if len(first) != 2:
-        raise ValueError(f"{label}: a weight (outputs, inputs) is needed, got shape {first}")
+        raise ValueError(
+            f"{label}: expected a weight of shape (outputs, inputs), got shape {first}"
+        )
     same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
     unit = f"along dim {place}"
     layout = layout_of_shards(partition, shapes, place, None, label, "the weight", unit)

@@ -95,8 +95,9 @@ def _same_place(partitions: list[Partition]) -> Partition:
     rows = sorted({tuple(ranks) for each in told.values() for ranks in each})
     if len({len(each) for each in rows}) > 1 or sorted(sum(rows, ())) != sorted(everyone.ranks):
         raise ValueError(
-            f"data_parallel of a converted model: the workers of the job are to hold copies of it "
-            f"on partitions of one size, each worker in one, got {[list(each) for each in rows]}"
+            "data_parallel of a converted model: each worker must belong to one partition of the "
+            "model, and all partitions must have the same size, got "
+            f"{[list(each) for each in rows]}"
         )
     # all workers make all groups, in one order
     groups = [Partition(ranks, (len(rows),)) for ranks in zip(*rows, strict=True)]

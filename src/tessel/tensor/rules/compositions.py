@@ -319,7 +319,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     space = tuple(range(len(layout.shape) - D, len(layout.shape)))
     if tuple(indices.shape) != layout.shape:
         raise ValueError(
-            f"`{name}`: indices of the shape of the input are needed, {layout.shape}, got "
+            f"`{name}`: expected indices of the shape of the input, {layout.shape}, got "
             f"{tuple(indices.shape)}"
         )
     there = hosted(layout, space)
@@ -332,7 +332,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         size = tuple(given["output_size"])[-D:]
     shape = (*layout.shape[:-D], *size)
     if holds_anywhere((indices < 0) | (indices >= prod(size))):
-        raise ValueError(f"`{name}`: an index is outside of an output of size {size}")
+        raise ValueError(f"`{name}`: an index is out of bounds for an output of size {size}")
     places = moved(as_spread(indices, layout.partition), there)
     given = {key: each for key, each in given.items() if each is not None} | {"output_size": size}
     part, target = moved(x, there), reshaped_along(there, shape, space)

@@ -159,7 +159,8 @@ def check_numbers(
     ):
         if any(number < least for number in numbers):
             raise RuntimeError(
-                f"a {what} of at least {least} is needed along each dimension, got {tuple(numbers)}"
+                f"a {what} of at least {least} is required along each dimension, got "
+                f"{tuple(numbers)}"
             )
 
 

@@ -38,6 +38,7 @@ from tessel.tensor.table import (
     Settings,
     arguments_of,
     as_spread,
+    check_fits,
     gathered,
     held_layouts,
     is_whole,
@@ -239,14 +240,8 @@ def _check_least(name: str, func: Any, kinds: Kinds) -> None:
         func(**{key: _outlined(each) for key, each in kinds})
     for key, each in kinds:
         if key in _WEIGHTS and each is not None and not is_weighted:
-            shape = dict(kinds)["input"].shape
-            pair = (torch.zeros(()).expand(lengths) for lengths in (shape, each.shape))
-            result = tuple(torch.broadcast_tensors(*pair)[0].shape)
-            if result != shape:  # torch's error for a weight that is more than the input
-                raise RuntimeError(
-                    f"output with shape {list(shape)} doesn't match the broadcast shape "
-                    f"{list(result)}"
-                )
+            # a weight is not more than the input
+            check_fits(dict(kinds)["input"].shape, each.shape)
 
 
 def _outlined(value: Any) -> Any:
@@ -365,7 +360,7 @@ def _check_times(
             samples and not 0 <= each.min() <= each.max() <= most
         ):
             raise RuntimeError(
-                f"ctc_loss: {what} of {samples} samples are needed, from 0 to {most}, got {each}"
+                f"ctc_loss: expected {what} of {samples} samples, from 0 to {most}, got {each}"
             )
     if targets.dim() != 2 or targets.shape[0] != samples:
         raise RuntimeError(
@@ -400,13 +395,26 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     dtype = loss_dtype(func, kinds_of(given), torch.is_autocast_enabled(given["input"].device.type))
     reduction = _reduction_of(given)
     target = given.pop("target")
-    x = _beside(as_spread(given.pop("input"), first._layout.partition), target, dim)
+    x = as_spread(given.pop("input"), first._layout.partition)
+    if isinstance(target, Tensor) and is_whole(x._layout) and not is_whole(target._layout):
+        # an input that all workers have whole lies as the target does
+        is_alike = target.dim() == x.dim()
+        there = target._layout
+        x = x.move_to(there if is_alike else with_whole(there, dim, x._layout.shape[dim]))
     layout = x._layout
     is_probable = name == "cross_entropy" and x.shape == target.shape
     if not is_probable:
         if x.dim() == target.dim():  # of one sample, which may have a dimension
             target = target.reshape(())
-        _check_targets(target, layout.shape[dim], given["ignore_index"])
+        num_classes, ignored = layout.shape[dim], given["ignore_index"]
+        part = target._part if isinstance(target, Tensor) else target
+        if not checked.get():
+            wrong = ((part < 0) | (part >= num_classes)) & (part != ignored)
+            if holds_anywhere(made(wrong, target._layout) if isinstance(target, Tensor) else wrong):
+                raise IndexError(
+                    f"a target is out of bounds: it is none of the {num_classes} classes and not "
+                    f"ignore_index, {ignored}"
+                )
     if layout.is_split(dim):
         few = max(stop - start for start, stop in layout.cuts[dim].intervals) <= NUM_FACTS
         if prod(layout.shape) * x.element_size() > GATHERED or not (few or name == "nll_loss"):
@@ -438,19 +446,6 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return _one_number(_total(share, samples).to(each.dtype), samples)
 
 
-def _check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raise on all workers if one has a target that is no class."""
-    if checked.get():
-        return
-    part = target._part if isinstance(target, Tensor) else target
-    wrong = ((part < 0) | (part >= num_classes)) & (part != ignore_index)
-    if holds_anywhere(made(wrong, target._layout) if isinstance(target, Tensor) else wrong):
-        raise IndexError(
-            f"a target is out of bounds: it is none of the {num_classes} classes and not "
-            f"ignore_index, {ignore_index}"
-        )
-
-
 def _of_split_scores(
     x: Tensor, target: torch.Tensor, dim: int, given: Settings, reduction: str
 ) -> Any:
@@ -476,15 +471,6 @@ def _of_split_scores(
         factors = torch.where(ignored, 0, made(each, shared))
         losses = losses * factors
     return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
-
-
-def _beside(x: Tensor, target: torch.Tensor, dim: int) -> Tensor:
-    """The input; one that all workers have whole lies as the target does."""
-    if not isinstance(target, Tensor) or not is_whole(x._layout) or is_whole(target._layout):
-        return x
-    if target.dim() == x.dim():
-        return x.move_to(target._layout)
-    return x.move_to(with_whole(target._layout, dim, x._layout.shape[dim]))
 
 
 # -- of rows --------------------------------------------------------------------------------------

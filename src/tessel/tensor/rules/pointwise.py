@@ -15,6 +15,7 @@ from tessel.tensor.adoption import adopted
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    check_fits,
     check_together,
     check_whole,
     held_layouts,
@@ -110,7 +111,8 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if not goes_back:
             check_change(name, first, layouts)
         for each in tensors(args[1:], kwargs):
-            _check_fits(first._layout.shape, each)
+            other = each._layout.shape if isinstance(each, Tensor) else tuple(each.shape)
+            check_fits(first._layout.shape, other)
         others = [fitted(each, first._layout) for each in args[1:]]
         settings = {key: fitted(each, first._layout) for key, each in kwargs.items()}
         func(first._part, *others, **settings)
@@ -140,17 +142,6 @@ OF_ELEMENTS = "operator of elements"  # no name of a function: an operator may h
 def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """An operator that code which bypasses torch's functions calls, and torch tags as pointwise."""
     return pointwise(name, func, args, kwargs)
-
-
-def _check_fits(shape: Shape, operand: torch.Tensor) -> None:
-    """Raise, as torch does, if a change in place by an operand would make a tensor longer."""
-    other = operand._layout.shape if isinstance(operand, Tensor) else tuple(operand.shape)
-    pairs = zip(reversed(other), reversed(shape), strict=False)
-    if len(other) > len(shape) or any(n not in (1, m) for n, m in pairs):
-        whole = torch.broadcast_shapes(shape, other)  # torch's own error, if none of them fits
-        raise RuntimeError(
-            f"output with shape {list(shape)} doesn't match the broadcast shape {list(whole)}"
-        )
 
 
 def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:

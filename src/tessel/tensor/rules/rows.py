@@ -243,7 +243,17 @@ def written_rows(
         there = recut(layout, dim, Cut.whole(given.shape[dim]), given.shape[dim])
         return write(x, whole[mine] - start, moved(given, there).index_select(dim, mine))
     assert given is not None
-    lies, length = _values_cut(rows, dim, spread._layout, given._layout), given.shape[dim]
+    length = given.shape[dim]
+    # values lie along the dimension of rows as they do, as their index does, or evenly
+    candidates = (given._layout.cuts[dim], length), (spread._layout.cuts[0], spread.shape[0])
+    lies = next(
+        (
+            cut
+            for cut, n in candidates
+            if cut.axes == rows.axes and len(cut.intervals) > 1 and cut.is_consecutive(n)
+        ),
+        Cut(rows.axes, boxes.balanced(length, len(rows.intervals))),
+    )
     part = moved(given, recut(layout, dim, lies, length))
     along = of_cuts(partition, (length,), (lies,))
     exchange, order = _exchange_of(layout, dim, spread, along, distinct=adds, negative=negative)
@@ -254,14 +264,6 @@ def written_rows(
     else:
         sent = part.index_select(dim, order)
     return write(x, *exchange.write(sent, layout, dim))
-
-
-def _values_cut(rows: Cut, dim: int, index: Layout, values: Layout) -> Cut:
-    """How values lie along the dimension of rows: as they do, as their index does, or evenly."""
-    for cut, length in ((values.cuts[dim], values.shape[dim]), (index.cuts[0], index.shape[0])):
-        if cut.axes == rows.axes and len(cut.intervals) > 1 and cut.is_consecutive(length):
-            return cut
-    return Cut(rows.axes, boxes.balanced(values.shape[dim], len(rows.intervals)))
 
 
 def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
