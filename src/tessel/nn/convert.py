@@ -66,6 +66,7 @@ from tessel.tensor.shared_random import (
     seed_generators,
 )
 from tessel.tensor.table import gathered, in_backward, is_whole, running
+from tessel.tensor.tensor import is_spread
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -446,7 +447,7 @@ class Entrance(HasHandle):
             return self(*args, **kwargs)
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
-        spread = any(isinstance(each, SpreadTensor) for each in given)
+        spread = any(map(is_spread, given))
         no_parts = (each.dim() != P_x.dim for each in given)
         if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
@@ -505,7 +506,7 @@ class Entrance(HasHandle):
             try:
                 result = self.forward(*args, **kwargs)
                 buckets.agree_on_uses(self.module, P_x, wrapping)
-                if not any(isinstance(each, SpreadTensor) for each in given):
+                if not any(map(is_spread, given)):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
@@ -586,7 +587,7 @@ class Entrance(HasHandle):
     def _entered(self, args: Any, kwargs: Any, given: list[Tensor], contents: Contents) -> Any:
         """The arguments, with spread tensors in the places of parts."""
         P_x = self.conversion.P_x
-        found = [each for each in given if not isinstance(each, SpreadTensor)]
+        found = [each for each in given if not is_spread(each)]
         dims = tuple(each.dim() for each in found)
         # Axis d splits dimension d, so that what has other dimensions is no part, and is whole.
         parts = [each for each in found if each.dim() == P_x.dim]
@@ -622,7 +623,7 @@ class Entrance(HasHandle):
         entries = iter([(lies(P_x, tuple(shapes.items())), meta) for shapes, meta in held])
 
         def enter(value: Any) -> Any:
-            is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
+            is_plain = isinstance(value, Tensor) and not is_spread(value)
             if not is_plain or value.dim() != P_x.dim:
                 return value
             layout, meta = next(entries)
