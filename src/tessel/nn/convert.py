@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Proxy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tessel.core.agreement import agree, tell
 from tessel.core.context import setting
@@ -240,12 +241,14 @@ class ModelConversion:
         All methods of all its modules then agree on their input, if they are called from outside.
         """
         place_regions(model, self.P_x)
+        of_weights = _modules_of_weights(model.modules())
         for module in model.modules():
             own = module.__dict__.get("forward")
             # converted for other workers
             elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
             # DDP is called with parts, and gives parts: it looks at the graph of its output
-            if isinstance(module, Layer | DistributedDataParallel) or elsewhere:
+            is_called_otherwise = isinstance(module, Layer | DistributedDataParallel)
+            if is_called_otherwise or elsewhere or id(module) in of_weights:
                 continue
             # Models are also called by methods such as `encode`. With parts these would compute
             # with the parts alone: what calls layers is right, and a mean between them is that of
@@ -359,11 +362,24 @@ class Contents:
             if not isinstance(module.__dict__.get("forward"), Entrance)
             and not isinstance(module, Layer | DistributedDataParallel)
         ]
+        if self.unentered:
+            of_weights = _modules_of_weights(self.unentered)
+            self.unentered = [each for each in self.unentered if id(each) not in of_weights]
         kinds = sharded_kinds()
         self.sharded = [each for each in held if isinstance(each, kinds)] if kinds else []
         self.is_split = False
         self.parameters = list(parameters.values())
         self.values = [*self.parameters, *buffers.values()]
+
+
+def _modules_of_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """The identities of those that parametrizations are made of.
+
+    They make a weight of others, whole on all workers, whoever reads it: an attribute of a layer,
+    which is no call of the model, and which may be read by one worker alone.
+    """
+    lists = (each for each in modules if isinstance(each, ParametrizationList))
+    return {id(module) for each in lists for module in each.modules()}
 
 
 def _found_in(kind: type, name: str) -> Any:
