@@ -852,21 +852,32 @@ def test_optimizers_step_shards(run: Run, name: str, way: dict[str, bool]) -> No
     run(step, name, way, nprocs=2)
 
 
-def step_along_one_direction() -> Any:
-    """An optimizer of products over all parameters, of which a worker has its shards."""
+def step_along_one_direction() -> list[Any]:
+    """What takes the gradients of one worker's shards for those of the whole, and raises."""
     torch.manual_seed(0)
     layer = ParallelLinear(6, 7, dim=-1).double()
-    before = layer.weight.detach().clone()
-    x, optimizer = values((3, 6), 0), torch.optim.LBFGS(layer.parameters())
-    error = raised(lambda: optimizer.step(lambda: gather(layer(x)).square().sum()))
-    assert error is None or torch.equal(as_plain(layer.weight.detach()), as_plain(before))
-    return error
+    before, x = layer.weight.detach().clone(), values((3, 6), 0)
+    gather(layer(x)).square().sum().backward()
+    optimizers = [
+        kind([layer.weight])
+        for kind in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SGD)
+    ]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    errors = [raised(lambda each=each: each.step(lambda: 0.0)) for each in optimizers[:-1]]
+    errors.append(raised(lambda: scaler.step(optimizers[-1])))
+    errors.append(raised(lambda: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)))
+    torch.nn.utils.clip_grad_value_(layer.parameters(), 1.0)  # of each number by itself
+    assert torch.equal(as_plain(layer.weight.detach()), as_plain(before))
+    return errors
 
 
-def test_an_optimizer_of_all_parameters_at_once_is_refused(run: Run) -> None:
+def test_what_mixes_the_gradients_of_shards_is_refused(run: Run) -> None:
     first, second = run(step_along_one_direction, nprocs=2)
-    assert first == second and first[0] is ValueError
-    assert "LBFGS of a parameter that is a shard along dim 0" in first[1]
+    assert first == second and all(kind is ValueError for kind, _ in first)
+    names = "LBFGS", "Adafactor", "Muon", "GradScaler", "torch.nn.utils.clip_grad_norm_"
+    for name, (_, text) in zip(names, first, strict=True):
+        assert text.startswith(f"{name} of a parameter that is a shard along dim 0")
 
 
 def test_lists_of_shards_are_taken_by_default() -> None:

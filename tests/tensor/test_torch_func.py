@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -152,14 +153,48 @@ def check_models() -> None:
 
     expected = torch.func.grad(loss)(parameters, values(IMAGES, 1))
     of_input = torch.func.grad(loss, 1)(parameters, values(IMAGES, 1))
+    plain = model
     for split in splits(IMAGES):
-        with tessel.fallback("raise"):
-            found = torch.func.grad(loss)(parameters, split)
-            y: Any = torch.func.grad(loss, 1)(parameters, split)
-        for name, each in expected.items():
-            close(name, whole(found[name]), each)
-        close("input", whole(y), of_input)
-        assert y.layout.box() == split.layout.box()
+        for is_converted in (False, True):
+            model = copy.deepcopy(plain)
+            if is_converted:
+                model = tessel.nn.distribute_module(model, split.layout.partition, "raise")
+            with tessel.fallback("raise"):
+                found = torch.func.grad(loss)(parameters, split)
+                y: Any = torch.func.grad(loss, 1)(parameters, split)
+            for name, each in expected.items():
+                close(name, whole(found[name]), each)
+            close("input", whole(y), of_input)
+            assert y.layout.box() == split.layout.box()
+    # a layer that computes with parts does not see that of a tensor that was passed through
+    region = tessel.nn.HaloRegion(
+        tessel.nn.DistributedConv2d(split.layout.partition, 3, 2, 3, padding=1).double()
+    )
+    with pytest.raises(NotImplementedError, match="hides its part"):
+        torch.func.grad(lambda x: region(x).sum())(split)
+
+
+def check_tangents_of_others() -> None:
+    """In forward mode, of spread tensors that have their tangents from plain ones."""
+    functions: dict[str, Function] = {
+        "group norm": lambda x: F.group_norm(x, 1, w(3), w(3, seed=2)),
+        "instance norm": lambda x: F.instance_norm(x, weight=w(3)),
+        "batch norm": lambda x: F.batch_norm(x, None, None, w(3), training=True),
+        "layer norm": lambda x: F.layer_norm(x, (6, 6), w(6, 6)),
+        "rms norm": lambda x: F.rms_norm(x, (3, 6, 6)),
+        "amin of ties": lambda x: (x - x.detach()).amin((1, 3)),
+        "transform": lambda x: torch.fft.rfft(x, dim=1).abs(),
+        "transforms": lambda x: torch.fft.fft2(x, dim=(0, 2)).abs(),
+    }
+
+    def tangent(function: Function, x: Tensor) -> Tensor:
+        factor, along = w(3, 1, 1, seed=4), w(3, 1, 1, seed=5)
+        return torch.func.jvp(lambda factor: function(x * factor), (factor,), (along,))[1]
+
+    for name, function in functions.items():
+        expected = tangent(function, values(IMAGES, 1))
+        for split in splits(IMAGES):
+            close(name, whole(tangent(function, split)), expected)
 
 
 def check_traffic() -> None:
@@ -206,7 +241,7 @@ def unknown(x: Tensor) -> Tensor:
 
 CHECKS = (
     *(check_orders, check_complex, check_models, check_traffic, check_unknown),
-    check_forward_mode_of_what_needs_gradients,
+    *(check_forward_mode_of_what_needs_gradients, check_tangents_of_others),
 )
 
 

@@ -483,6 +483,15 @@ def in_transform() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def is_derived(x: Tensor) -> bool:
+    """Whether torch derives what is computed from a tensor, in backward or in forward mode.
+
+    In forward mode nothing requires a gradient, and which tensors have a tangent one worker cannot
+    say for all: all of them are taken to have one.
+    """
+    return in_transform() or (x.requires_grad and torch.is_grad_enabled())
+
+
 class LocalMap(Protocol):
     """What maps this worker's tensor, linearly, by functions that torch can derive itself."""
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from copy import deepcopy
 from operator import index as as_int
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -43,7 +44,7 @@ from tessel.distributed.sharing import (
     known_plain,
     traced_state,
 )
-from tessel.distributed.wrapping import adapt_torch, check_optimizer
+from tessel.distributed.wrapping import adapt_torch, check_gradient_reader, check_optimizer
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.create import Where, owners
 from tessel.tensor.tensor import converters
@@ -89,7 +90,7 @@ class Shard(Tensor):
         name = calls.name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("is_leaf", "grad") and args and _is_parameter(args[0]):
-                _meet(sys._getframe(1).f_locals.get("self"))
+                _meet(sys._getframe(1), args[0])
             if name in calls.QUESTIONS:
                 return func(*args, **(kwargs or {}))
             if name == "grad" and len(args) == 1 and not kwargs:
@@ -243,14 +244,16 @@ def restored(
 torch.serialization.add_safe_globals([restored])  # torch.load asks which functions files may call
 
 
-def _meet(asking: Any) -> None:
-    """Let an optimizer that has shards be checked before its steps, and keep plain tensors.
+def _meet(frame: FrameType, parameter: Shard) -> None:
+    """Check who asks for a gradient; an optimizer is checked before its steps, and stays plain.
 
     An optimizer asks parameters whether they are leaves when it gets them, and for their gradients
     in each step: so it is known here, and gets hooks of its own. (Torch has hooks for the steps of
     all optimizers of a process, too, but those without shards are none of our business.)
     """
+    asking = frame.f_locals.get("self")
     if not isinstance(asking, Optimizer):
+        check_gradient_reader(frame, parameter._tessel_sharding)
         return
     if _make_plain not in asking._optimizer_step_post_hooks.values():
         asking.register_step_pre_hook(check_optimizer)

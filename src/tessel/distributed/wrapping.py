@@ -19,13 +19,15 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import BoundArguments, signature
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
@@ -38,6 +40,14 @@ REGISTERED = "_tessel_ddp_parameters"  # those of them that were put there becau
 
 _FSDP = "torch.distributed.fsdp"
 _REPLICAS = "tessel.nn.data_parallel(model)"
+
+# what an optimizer takes of more than one number, in words
+MIXING: dict[type[Optimizer], str] = {
+    LBFGS: "takes products over all parameters",
+    Adafactor: "takes means over rows and columns",
+    Muon: "makes whole matrices orthogonal",
+}
+CLIPPING = "torch.nn.utils.clip_grad"  # the module in which torch clips gradients
 
 Check = Callable[[BoundArguments], AbstractContextManager[None]]
 
@@ -396,11 +406,12 @@ def is_redundant(optimizer: Optimizer) -> bool:
 def check_optimizer(stepping: Optimizer, *_: Any) -> None:
     """Raise ValueError for an optimizer whose steps mix what different workers have.
 
-    LBFGS makes one step of all parameters by products over all of them. Each worker would have
-    other products, and what the workers share would drift apart.
+    Each worker would have other products, norms and means, and what the workers share would drift
+    apart.
     """
     sends = is_redundant(stepping)
-    if not isinstance(stepping, LBFGS) and not sends:
+    mixes = next((why for kind, why in MIXING.items() if isinstance(stepping, kind)), None)
+    if mixes is None and not sends:
         return
     name = type(stepping).__name__
     for parameter in (each for group in stepping.param_groups for each in group["params"]):
@@ -409,9 +420,9 @@ def check_optimizer(stepping: Optimizer, *_: Any) -> None:
             continue
         if not sends:
             raise ValueError(
-                f"{name} of a parameter that is {sharding}: it takes products over all parameters, "
-                f"of which each worker has its shards only; take an optimizer that treats each "
-                f"number by itself, as torch.optim.Adam"
+                f"{name} of a parameter that is {sharding}: it {mixes}, of which each worker has "
+                f"its shards only; take an optimizer that treats each number by itself, as "
+                f"torch.optim.Adam"
             )
         workers = _workers_of(stepping.process_group)  # type: ignore[attr-defined]
         if len({*workers} & {*sharding.partition.ranks}) > 1:
@@ -421,3 +432,32 @@ def check_optimizer(stepping: Optimizer, *_: Any) -> None:
                 f"optimizer of torch that it is made of, or as process_group= the workers that "
                 f"hold the same shards"
             )
+
+
+def check_gradient_reader(frame: FrameType, sharding: Sharding | UnknownSharding) -> None:
+    """Raise ValueError for code of torch that takes the gradients of one worker for all of them.
+
+    A gradient is a plain tensor, from which nobody sees that it is one of a shard. So it is known
+    only here, where it is read: torch's own scaler and its own clipping would find another number
+    on each worker.
+    """
+    if sharding.partition is None or sharding.partition.size == 1:
+        return
+    asking = frame.f_locals.get("self")
+    if (
+        isinstance(asking, GradScaler)
+        and type(asking)._unscale_grads_ is GradScaler._unscale_grads_
+    ):
+        raise ValueError(
+            f"{type(asking).__name__} of a parameter that is {sharding}: it looks for infinite "
+            f"gradients on one worker, which would leave out a step that others make; take "
+            f"tessel.nn.ParallelGradScaler"
+        )
+    if frame.f_globals.get("__name__") == CLIPPING and frame.f_code.co_qualname.startswith(
+        "clip_grad_norm_"
+    ):
+        raise ValueError(
+            f"torch.nn.utils.clip_grad_norm_ of a parameter that is {sharding}: it takes the norm "
+            f"of one worker's shards, which is another one on each; take "
+            f"tessel.nn.clip_grad_norm_"
+        )

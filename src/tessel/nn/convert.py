@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Proxy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tessel.core.agreement import agree, tell
 from tessel.core.context import setting
@@ -66,6 +67,7 @@ from tessel.tensor.shared_random import (
     seed_generators,
 )
 from tessel.tensor.table import gathered, in_backward, is_whole, running
+from tessel.tensor.tensor import is_spread
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -240,12 +242,14 @@ class ModelConversion:
         All methods of all its modules then agree on their input, if they are called from outside.
         """
         place_regions(model, self.P_x)
+        of_weights = _modules_of_weights(model.modules())
         for module in model.modules():
             own = module.__dict__.get("forward")
             # converted for other workers
             elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
             # DDP is called with parts, and gives parts: it looks at the graph of its output
-            if isinstance(module, Layer | DistributedDataParallel) or elsewhere:
+            is_called_otherwise = isinstance(module, Layer | DistributedDataParallel)
+            if is_called_otherwise or elsewhere or id(module) in of_weights:
                 continue
             # Models are also called by methods such as `encode`. With parts these would compute
             # with the parts alone: what calls layers is right, and a mean between them is that of
@@ -359,11 +363,24 @@ class Contents:
             if not isinstance(module.__dict__.get("forward"), Entrance)
             and not isinstance(module, Layer | DistributedDataParallel)
         ]
+        if self.unentered:
+            of_weights = _modules_of_weights(self.unentered)
+            self.unentered = [each for each in self.unentered if id(each) not in of_weights]
         kinds = sharded_kinds()
         self.sharded = [each for each in held if isinstance(each, kinds)] if kinds else []
         self.is_split = False
         self.parameters = list(parameters.values())
         self.values = [*self.parameters, *buffers.values()]
+
+
+def _modules_of_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """The identities of those that parametrizations are made of.
+
+    They make a weight of others, whole on all workers, whoever reads it: an attribute of a layer,
+    which is no call of the model, and which may be read by one worker alone.
+    """
+    lists = (each for each in modules if isinstance(each, ParametrizationList))
+    return {id(module) for each in lists for module in each.modules()}
 
 
 def _found_in(kind: type, name: str) -> Any:
@@ -447,7 +464,7 @@ class Entrance(HasHandle):
             return self(*args, **kwargs)
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
-        spread = any(isinstance(each, SpreadTensor) for each in given)
+        spread = any(map(is_spread, given))
         no_parts = (each.dim() != P_x.dim for each in given)
         if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
@@ -506,7 +523,7 @@ class Entrance(HasHandle):
             try:
                 result = self.forward(*args, **kwargs)
                 buckets.agree_on_uses(self.module, P_x, wrapping)
-                if not any(isinstance(each, SpreadTensor) for each in given):
+                if not any(map(is_spread, given)):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
@@ -587,7 +604,7 @@ class Entrance(HasHandle):
     def _entered(self, args: Any, kwargs: Any, given: list[Tensor], contents: Contents) -> Any:
         """The arguments, with spread tensors in the places of parts."""
         P_x = self.conversion.P_x
-        found = [each for each in given if not isinstance(each, SpreadTensor)]
+        found = [each for each in given if not is_spread(each)]
         dims = tuple(each.dim() for each in found)
         # Axis d splits dimension d, so that what has other dimensions is no part, and is whole.
         parts = [each for each in found if each.dim() == P_x.dim]
@@ -623,7 +640,7 @@ class Entrance(HasHandle):
         entries = iter([(lies(P_x, tuple(shapes.items())), meta) for shapes, meta in held])
 
         def enter(value: Any) -> Any:
-            is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
+            is_plain = isinstance(value, Tensor) and not is_spread(value)
             if not is_plain or value.dim() != P_x.dim:
                 return value
             layout, meta = next(entries)

@@ -9,6 +9,7 @@ from tessel.core.context import is_compiling
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, check_known, state_of, traced_state
+from tessel.nn.layer import refuse_wrapped
 from tessel.nn.parallel.agreed import agree_on_spread
 from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
 from tessel.nn.parallel.embedding import parallel_embedding
@@ -49,6 +50,7 @@ def parallel_linear(
     tensor([[3., 3., 3., 3.],
             [3., 3., 3., 3.]])
     """
+    refuse_wrapped(input, "parallel_linear")
     if isinstance(input, SpreadTensor):  # F.linear has a rule for it, which knows what a shard is
         if dim is not None:
             agree_on_spread(row_of(partition), name_of_product(bias, dim))

@@ -20,7 +20,8 @@ from tessel.core.linop import enter_graph, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.table import as_spread, opened, parts, running
+from tessel.tensor.table import UnsupportedError, as_spread, opened, parts, running
+from tessel.tensor.tensor import is_spread
 from tessel.transport import code_of, kept_in_job
 
 Entry = tuple[Layout, TensorMeta]
@@ -58,11 +59,21 @@ def enter(agreement: Agreement[Entry], x: Tensor, module: torch.nn.Module) -> Re
 def fix_shapes(arguments: Any) -> bool:
     """Let a compiler take the lengths of tensors for constants; False where a tensor is spread."""
     for each in pytree.tree_leaves(arguments):
-        if isinstance(each, SpreadTensor):
+        if is_spread(each):
             return False
         if isinstance(each, Tensor):
             fix_lengths(each)
     return True
+
+
+def refuse_wrapped(x: Any, name: str) -> None:
+    """Raise if a transform of `torch.func` stands between a layer and the part of its input."""
+    if is_spread(x) and not isinstance(x, SpreadTensor):
+        raise UnsupportedError(
+            f"{name} gets a spread tensor of shape {tuple(x.shape)} that was passed to a transform "
+            f"of torch.func, which hides its part: let the function that is transformed close over "
+            f"the tensor, or derive by torch.autograd.grad"
+        )
 
 
 @constant_in_graphs
@@ -70,13 +81,13 @@ def is_in_model() -> bool:
     return running.get() is not None
 
 
-def compute_spread(
-    compute: Callable[..., Result], x: SpreadTensor, *args: Any, **settings: Any
-) -> Any:
+def compute_spread(compute: Callable[..., Result], x: Tensor, *args: Any, **settings: Any) -> Any:
     """What a layer computes from part to part, of a spread tensor; it may give several.
 
     Separate copies are a sum that is not made yet. It is made first: a bias is added to it once.
     """
+    refuse_wrapped(x, "a layer that computes with parts")
+    assert isinstance(x, SpreadTensor)
     y, layout = compute(*opened(x.move_to(x.layout.summed)), *args, **settings)
     if isinstance(y, tuple):
         return tuple(SpreadTensor(each, layout) for each in y)
@@ -187,9 +198,9 @@ class Layer(HasHandle):
         # Spread tensors know how they lie. Only parts have to be agreed on, each of which a worker
         # knows by itself.
         model = running.get()
-        if model is not None and not isinstance(input, SpreadTensor):
+        if model is not None and not is_spread(input):
             input = as_spread(input, model)  # inside of a model, what is plain is whole
-        if isinstance(input, SpreadTensor):
+        if is_spread(input):
             return self.of_spread(input, *args, **settings)
         if not self._takes_part:
             return self.placeholder(input)
@@ -203,7 +214,7 @@ class Layer(HasHandle):
         y, _ = self.compute(input, layout, *args, **settings)
         return y
 
-    def of_spread(self, x: SpreadTensor, *args: Any, **settings: Any) -> Any:
+    def of_spread(self, x: Tensor, *args: Any, **settings: Any) -> Any:
         """What the layer makes of a spread tensor."""
         return self.torch_forward(x, *args, **settings)
 
@@ -276,7 +287,7 @@ class ComputingLayer(Layer):
     same on all workers.
     """
 
-    def of_spread(self, x: SpreadTensor, *args: Any, **settings: Any) -> Any:
+    def of_spread(self, x: Tensor, *args: Any, **settings: Any) -> Any:
         return compute_spread(self.compute, x, *args, **settings)
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:

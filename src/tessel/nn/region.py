@@ -38,10 +38,10 @@ from tessel.nn.layer import (
 )
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
-from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
 from tessel.tensor.table import as_spread, check_dtypes, running
+from tessel.tensor.tensor import is_spread
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 
@@ -113,9 +113,9 @@ class HaloRegion(HasHandle, nn.Sequential):
             result: Tensor = super().forward(input)
             return result
         model = running.get()
-        if model is not None and not isinstance(input, SpreadTensor):
+        if model is not None and not is_spread(input):
             input = as_spread(input, model)
-        if isinstance(input, SpreadTensor):
+        if is_spread(input):
             y: Tensor = compute_spread(self.compute, input)
             return y
         if not self.P_x.active:

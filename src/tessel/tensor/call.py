@@ -68,13 +68,13 @@ from tessel.tensor.table import (
     tensors,
     unsupported,
 )
-from tessel.tensor.tensor import FRIENDS, Tensor, converters, move
+from tessel.tensor.tensor import FRIENDS, Tensor, converters, is_spread, move
 
 
 def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call a torch function on spread tensors by its rule."""
     if torch._C._are_functorch_transforms_active() and any(
-        map(_holds_spread, tensors(args, kwargs))
+        is_spread(each) and not isinstance(each, Tensor) for each in tensors(args, kwargs)
     ):
         # Beside one that a transform of torch.func has wrapped, and that is no plain tensor: torch
         # takes it out, and asks `below`, as it does where there is no other.
@@ -88,15 +88,6 @@ def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
         rule = rule_of(name)
         FOUND[func] = name, rule
     return rule(name, func, args, kwargs)
-
-
-def _holds_spread(x: torch.Tensor) -> bool:
-    """Whether a tensor inside of a transform stands for a spread one."""
-    if not functorch.is_functorch_wrapped_tensor(x):
-        return False
-    while functorch.is_functorch_wrapped_tensor(x):
-        x = functorch.get_unwrapped(x)
-    return isinstance(x, Tensor)
 
 
 def _constant(value: Any) -> Any:

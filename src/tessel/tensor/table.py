@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import is_derived
 from tessel.core.numbers import to_keep
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, shared_whole, used
@@ -158,10 +159,10 @@ def parts(value: Any) -> Any:
 def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
     """What a differentiable function makes of a part; of an empty one, zeros that hang on it.
 
-    For empty tensors torch's derivatives are constants in some cases. A worker whose graph ends
-    there would skip the exchanges that come in the backward passes of the others.
+    For empty tensors torch's derivatives are constants in some cases. A worker whose graph, or
+    whose tangent, ends there would skip exchanges that the others make.
     """
-    if part.numel() or not (part.requires_grad and torch.is_grad_enabled()):
+    if part.numel() or not is_derived(part):
         return compute(part)
     result = compute(part.detach())
     if isinstance(result, torch.Tensor):

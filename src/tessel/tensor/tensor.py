@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch._C import _functorch as functorch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tessel.core.graph import untraced
@@ -41,6 +42,22 @@ FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors a
 # other kinds that know how they lie, and what makes them spread tensors on a partition; on none,
 # after an agreement, on one of their own
 converters: dict[type, Callable[[Any, Partition | None], Tensor]] = {}
+
+
+def is_spread(x: Any) -> bool:
+    """Whether a tensor is spread, or stands for one that is inside a transform of `torch.func`.
+
+    Transforms wrap all tensors that they are given: what has the shape of the whole and is of
+    torch's own kind may still be spread, and is neither plain nor a part.
+    """
+    if isinstance(x, Tensor):
+        return True
+    # what a compiler traces is no wrapper, and it cannot look into one
+    if torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    while isinstance(x, torch.Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return isinstance(x, Tensor)
 
 
 class _Outdated:

@@ -16,8 +16,8 @@ from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_parts
 from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state
-from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.counter_random import bits, places
+from tessel.tensor.tensor import is_spread
 
 SEEDS = 2**63 - 1  # the greatest int64, up to which torch draws whole numbers
 
@@ -51,7 +51,7 @@ class ParallelDropout(torch.nn.Dropout):
         self.partition = row_of(partition)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0 or isinstance(input, SpreadTensor):
+        if not self.training or self.p == 0 or is_spread(input):
             return super().forward(input)
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=f"ParallelDropout: {NO_DRAWING_IN_GRAPHS}")

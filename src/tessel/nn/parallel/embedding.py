@@ -28,7 +28,7 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
-from tessel.nn.layer import fix_shapes, is_in_model
+from tessel.nn.layer import fix_shapes, is_in_model, refuse_wrapped
 from tessel.nn.parallel.agreed import (
     Frozen,
     agree_on_spread,
@@ -340,6 +340,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
 
     @in_graphs()
     def forward(self, input: Tensor) -> Tensor:
+        refuse_wrapped(input, "ParallelEmbedding")
         if self.dim is None or isinstance(input, SpreadTensor):  # F.embedding has a rule for it
             return super().forward(input)
         label = f"{type(self).__name__}({self.extra_repr()}) over {self.partition}"
@@ -442,6 +443,7 @@ def parallel_embedding(
             f"parallel_embedding: with dim=None the weight is the whole table, of "
             f"{num_embeddings} rows, got {weight.shape[0]}"
         )
+    refuse_wrapped(input, "parallel_embedding")
     if isinstance(input, SpreadTensor) and dim is not None:
         agree_on_spread(row, f"parallel_embedding(dim={dim})")
     if isinstance(input, SpreadTensor) or is_whole:  # F.embedding has a rule for spread tensors

@@ -31,7 +31,7 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
-from tessel.nn.layer import needs_of
+from tessel.nn.layer import needs_of, refuse_wrapped
 from tessel.nn.parallel.agreed import check_parts, check_sharding, in_mode_of, misfit, spread_part
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
@@ -369,6 +369,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
             draw_(self.bias, layouts["bias"], lambda whole: init.uniform_(whole, -bound, bound))
 
     def forward(self, input: Tensor) -> Tensor:
+        refuse_wrapped(input, "ParallelLinear")
         if self.dim is None or isinstance(input, SpreadTensor):  # F.linear has a rule for it
             return super().forward(input)
         return self._multiply(input)

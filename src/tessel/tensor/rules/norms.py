@@ -19,7 +19,7 @@ from torch import Tensor
 from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.linop import LinearOperator, record_map
+from tessel.core.linop import LinearOperator, in_transform, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, replicate, replication, used_together
@@ -219,10 +219,11 @@ def _normalized(
     weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
     constant = variance.detach()
     centre = torch.zeros_like(constant) if mean is None else mean.detach()
-    if variance.requires_grad:
+    derives = in_transform()  # in forward mode nothing requires a gradient
+    if derives or variance.requires_grad:
         slope = ((constant + eps) / (variance + eps)).sqrt()
         weight = slope if weight is None else weight * slope
-    if mean is not None and mean.requires_grad:
+    if mean is not None and (derives or mean.requires_grad):
         shift = (centre - mean) / (constant + eps).sqrt()
         shift = shift if weight is None else shift * weight
         bias = shift if bias is None else bias + shift

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
+from tessel.core.linop import is_derived
 from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.rules.hosting import along, hosted
 from tessel.tensor.rules.pointwise import fitted, pointwise
@@ -197,7 +198,7 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
             keepdim,
         )
 
-    if name not in ("amax", "amin") or not (x.requires_grad and torch.is_grad_enabled()):
+    if name not in ("amax", "amin") or not is_derived(x):
         return in_stages(x) if dtype is None else in_stages(x).to(dtype)
     # The gradient of an extreme value goes in equal shares to all places that have it, as torch has
     # it; in stages it would go in equal shares to all parts that have it.
