@@ -26,7 +26,7 @@ LOST = 1
 
 def hurry() -> None:
     """Ask others sooner than users want it."""
-    watch.PATIENCE, watch.TICK = 0.5, 0.2
+    watch.PATIENCE, watch.TICK = 0.25, 0.1
 
 
 class Fails(LinearOperator):
