@@ -215,12 +215,12 @@ def checked(name: str, training: bool, most: int) -> list[str]:
 
 
 # In training or not; keys that travel, or that are gathered since there are few: each on three
-# workers, whose parts are uneven, or on four.
+# workers, whose parts are uneven, or on two.
 TRAVEL, GATHER = 0, 1 << 16
 CALLS = {
     1: [(True, TRAVEL)],
     3: [(False, GATHER), (True, TRAVEL)],
-    4: [(False, TRAVEL), (True, GATHER)],
+    2: [(False, TRAVEL), (True, GATHER)],
 }
 
 

@@ -468,7 +468,7 @@ def looks_at(name: str, lying: Sequence[Layout | None]) -> bool:
 
 
 def derives(case: Case, column: str) -> bool:
-    """Whether gradients are compared: most of them are in `test_spread.py`, with other tensors split.
+    """Whether gradients are compared: most are in `test_spread.py`, with other tensors split.
 
     Here are those of uneven parts and where there are no others, or plain ones: it leaves these
     out, since it would do the same. Of the first dimension it has second derivatives.
@@ -489,8 +489,9 @@ def look(line: Line, name: str) -> None:
     case = replace(CASES[name], order=1)
     forward = replace(case, derives=False)
     plain: list[Layout | None] = [None] * (len(case.shapes) - 1)
-    ways = [(column, [first, *plain]) for column, first in layouts(case.shapes[0], tessel.world().size)]
-    if tessel.world().size == 3:
+    workers = tessel.world().size
+    ways = [(column, [first, *plain]) for column, first in layouts(case.shapes[0], workers)]
+    if workers == 3:
         ways += [("others", each) for each in beside(case)]
     for column, lying in ways:
         if column == "others":
