@@ -33,7 +33,8 @@ BESIDE = (
     *("test_launchers", "test_message", "test_protocol", "test_sanitizers"),
     "test_unequal_workers",
 )
-LONGEST = "test_hosts"  # of the files that `make test` shares out as a whole
+# of the files that `make test` shares out as a whole, in this order
+LONGEST = ("test_hosts", "test_waiting", "test_faults", "test_launch")
 # torch keeps groups of meshes after their world; threads of theirs wake a hundred times a second
 LINGER = ("test_dtensors", "test_parallel_training", "test_partition", "test_wrapped")
 ZOO = ("timm", "segmentation_models_pytorch", "monai", "diffusers", "transformers", "neuralop")
@@ -144,8 +145,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run the tests of each number of workers together, so that worlds are rarely made anew.
 
     Those that end workers come last: new workers import anew what the others have imported. Those
-    that leave threads behind come before them. The file that takes longest comes first: the lane
-    that has it would keep the others waiting.
+    that leave threads behind come before them. The files that take longest come first: the lane
+    that has one of them last would keep the others waiting.
     """
     for item in items:
         if is_alone(item.path):
@@ -156,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
     items.sort(
         key=lambda item: (
-            item.path.stem != LONGEST,
+            LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST),
             item.get_closest_marker("ends_workers") is not None,
             item.path.stem in LINGER,
             _num_workers(item),

@@ -33,4 +33,4 @@ def repeats(count: int) -> int:
 
     They are drawn one after the other from a seed: fewer are the first of more.
     """
-    return ceil(count * float(os.environ.get("TESSEL_TEST_FUZZ", "0.4")))
+    return ceil(count * float(os.environ.get("TESSEL_TEST_FUZZ", "0.25")))

@@ -10,7 +10,7 @@ import torch
 
 import tessel
 from registry import KINDS, Grid, Side, even, flat, random, shapes_of, shuffled, uneven
-from tessel import Layout
+from tessel import Layout, Partition
 from tessel.core.layout import Cut
 
 # Where everything lies.
@@ -209,3 +209,14 @@ def test_mistakes_raise_everywhere(run: Any) -> None:
 def test_even_and_uneven_cover_the_same() -> None:
     assert even((10, 5), (4, 2)) == [[3, 3, 2, 2], [3, 2]]
     assert uneven((10, 5), (4, 2)) == [[5, 1, 2, 2], [4, 1]]
+
+
+def test_a_layout_that_was_made_before_is_given_again_with_its_own_partition() -> None:
+    """Not that of an equal partition, which may have no group, or one of another job."""
+    P, Q = (Partition((0,), (1, 1)) for _ in range(2))
+    first, again, other = (Layout.split(R, (4, 6), (0, None), shared=[1]) for R in (P, P, Q))
+    assert again is first and first.partition is P
+    assert other == first and other.partition is Q
+    assert Layout.split(P, (4, 6), (-2, None), shared=[-1]) == first
+    with pytest.raises(TypeError):
+        Layout.split(P, (4, 6), (0.0, None), shared=[1])  # type: ignore[list-item]

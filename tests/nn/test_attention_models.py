@@ -214,13 +214,13 @@ def checked(name: str, training: bool, most: int) -> list[str]:
     return wrong + [f"gathered: {each}" for each in report.gathers]
 
 
-# In training or not; keys that travel, or that are gathered since there are few: each on three
-# workers, whose parts are uneven, or on four.
+# In training or not; keys that travel, on three workers, whose parts are uneven and come from both
+# sides, or that are gathered since there are few.
 TRAVEL, GATHER = 0, 1 << 16
 CALLS = {
     1: [(True, TRAVEL)],
-    3: [(False, GATHER), (True, TRAVEL)],
-    4: [(False, TRAVEL), (True, GATHER)],
+    2: [(False, GATHER), (True, GATHER)],
+    3: [(False, TRAVEL), (True, TRAVEL)],
 }
 
 

@@ -145,13 +145,14 @@ def tokens(P: tessel.Partition) -> nn.Module:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(run: Run, name: str) -> None:
-    run(compile_layer, name, nprocs=3, timeout=SECONDS)
+    run(compile_layer, name, nprocs=2, timeout=SECONDS)  # on three workers: models, below
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "nprocs"), [(residual, 1), (residual, 3), (tokens, 2)])
 def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
-    run(compile_module, make, "aot_eager", [8, 8, 14], nprocs=nprocs, timeout=SECONDS)
+    rows = [8, 8, 14] if make is residual else [8, 8]
+    run(compile_module, make, "aot_eager", rows, nprocs=nprocs, timeout=SECONDS)
 
 
 @pytest.mark.slow
@@ -221,7 +222,7 @@ class Apart(nn.Module):
 def test_a_compiler_that_orders_nodes_otherwise_on_each_worker(
     run: Run, make: Callable[[Any], nn.Module]
 ) -> None:
-    run(compile_in_own_order, make, nprocs=3, timeout=SECONDS)
+    run(compile_in_own_order, make, nprocs=2, timeout=SECONDS)
 
 
 def compile_in_own_order(make: Callable[[Any], nn.Module]) -> None:
@@ -289,11 +290,11 @@ def change_settings() -> list[str]:
     """A setting of a module is in the graph; one that changes raises, and a mode is compiled."""
     torch._dynamo.reset()
     P = grid()
-    model = residual(P).double()
+    model = distribute_module(nn.Sequential(nn.Conv2d(2, 2, 3), nn.GroupNorm(2, 2)), P).double()
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = part(P, 4)
     found = [said(lambda: fast(x))]
-    model.norm.eps = 0.5
+    model[1].eps = 0.5
     found.append(said(lambda: fast(x)))
     torch.compiler.reset()
     return [*found, said(lambda: torch.testing.assert_close(fast(x), model(x)))]
@@ -309,7 +310,7 @@ def test_settings_that_change_raise(run: Run) -> None:
 def draw() -> list[str]:
     torch._dynamo.reset()
     P = grid()
-    model = distribute_module(Residual(), P).double()
+    model = distribute_module(nn.Sequential(nn.Conv2d(2, 2, 3), nn.Dropout(0.5)), P).double()
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
     training = said(lambda: fast(part(P, 4)))
     model.eval()
@@ -367,7 +368,7 @@ def operator(P: tessel.Partition) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "nprocs"),
-    [(region, 1), (region, 3), (fno, 1), (fno, 3), (fused, 2), (operator, 1), (operator, 3)],
+    [(region, 1), (region, 3), (fno, 1), (fno, 2), (fused, 2), (operator, 1), (operator, 3)],
 )
 def test_ways_of_their_own(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
     rows = [7, 7] if make is operator else [7, 7, 10]

@@ -134,8 +134,10 @@ def test_predicted_bytes_are_the_counted_ones(
     nprocs: int, name: str, run: Callable[..., list[Any]]
 ) -> None:
     ndim = len(OPERATORS[name]().domain.shape)
-    cases = [(grid, None) for grid in grids(nprocs, ndim)]
-    cases += [(grid, "anywhere") for grid in grids(nprocs, ndim)]
+    places = grids(nprocs, ndim)
+    if nprocs == 4:  # of four in a row, one: three are in all rows
+        places = [grid for grid in places if 4 not in grid] or places[:1]
+    cases = [(grid, out) for grid in places for out in (None, "anywhere")]
     if nprocs == 4:
         cases.append(((2, *[1] * (ndim - 1), 2), None))  # and two for the batch
     for grid, out in cases:

@@ -1,7 +1,7 @@
 """The support matrix: what each function of the table does, for every way a tensor may be split.
 
-`python tests/tensor/support.py` (`make support`) finds it on four workers and writes
-`docs/support.md`; `test_support.py` compares.
+`python tests/tensor/support.py` (`make support`) finds it on three and four workers and
+writes `docs/support.md`; `test_support.py` compares.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "common"))  # when run as a script
 
 import spread_elements as elements
+import tessel
 from spread_cases import Case
-from tessel import Layout, Partition
+from tessel import Layout
 from tessel.tensor import gathering
 from tessel.tensor.gathering import GatherWarning
 from tessel.tensor.table import FOUND, RULES
@@ -31,7 +32,7 @@ from test_spread import CASES, Verdict, check, partition
 from test_spread_random import FUNCTIONS, SHAPE, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
-WORKERS = 4
+WORKERS = (3, 4)  # three for one dimension that is split, four for two
 IS_TESTED = torch.__version__ >= (2, 13)  # earlier versions have fewer functions
 BY_CHANCE = "Random functions"  # a section
 NUM_DIMS = 5
@@ -407,22 +408,25 @@ def fitting(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 @kept_in_job
-def layouts(shape: tuple[int, ...]) -> list[tuple[str, Layout]]:
-    """How a tensor may lie on the workers, with the columns that say so."""
-    return [*_layouts(shape)]
+def layouts(shape: tuple[int, ...], workers: int) -> list[tuple[str, Layout]]:
+    """How a tensor may lie on all workers, with the columns that say so."""
+    return [*(_in_pairs(shape) if workers == 4 else _in_rows(shape))]
 
 
-def _layouts(shape: tuple[int, ...]) -> Iterator[tuple[str, Layout]]:
-    row, D = Partition(tuple(range(WORKERS)), (WORKERS,)), len(shape)
-    for dim in range(D):
-        yield str(dim), Layout.split(row, shape, _axes(D, dim))
-    square = partition([2, 2])
+def _in_pairs(shape: tuple[int, ...]) -> Iterator[tuple[str, Layout]]:
+    square, D = partition([2, 2]), len(shape)
     for a, b in sorted({(0, 1), (D - 2, D - 1), (0, D - 1)}) if D > 1 else ():
         axes = [0 if d == a else 1 if d == b else None for d in range(D)]
         yield "two", Layout.split(square, shape, axes)
+
+
+def _in_rows(shape: tuple[int, ...]) -> Iterator[tuple[str, Layout]]:
+    row, D = tessel.world(), len(shape)
+    for dim in range(D):
+        yield str(dim), Layout.split(row, shape, _axes(D, dim))
     for dim in {0, D - 1} if D else ():
-        lengths = [max(0, shape[dim] - 1), min(1, shape[dim]), 0, 0]
-        grid = partition([WORKERS if d == dim else 1 for d in range(D)])
+        lengths = [max(0, shape[dim] - 1), min(1, shape[dim]), 0]
+        grid = partition([3 if d == dim else 1 for d in range(D)])
         parts = [lengths if d == dim else [n] for d, n in enumerate(shape)]
         yield "uneven", Layout.from_lengths(grid, parts)
 
@@ -433,7 +437,7 @@ def _axes(ndim: int, dim: int) -> list[int | None]:
 
 def beside(case: Case) -> Iterator[list[Layout | None]]:
     """The first operand and all others split, along each of their dimensions."""
-    row = Partition(tuple(range(WORKERS)), (WORKERS,))
+    row = tessel.world()
     first, *others = case.shapes
     if not first:
         return
@@ -456,7 +460,21 @@ def looks_at(name: str, lying: Sequence[Layout | None]) -> bool:
     first, *others = lying
     if not IS_TESTED or name not in _names() or any(each is not None for each in others):
         return False
-    return any(first == layout for _, layout in layouts(CASES[name].shapes[0]))
+    case, workers = CASES[name], tessel.world().size
+    return any(
+        first == layout and derives(case, column)
+        for column, layout in layouts(case.shapes[0], workers)
+    )
+
+
+def derives(case: Case, column: str) -> bool:
+    """Whether gradients are compared: most are in `test_spread.py`, with other tensors split.
+
+    Here are those of uneven parts and where there are no others, or plain ones: it leaves these
+    out, since it would do the same. Of the first dimension it has second derivatives.
+    """
+    is_same = len(case.shapes) == 1 or case.plain_others
+    return column == "uneven" or (is_same and column != "0")
 
 
 @cache
@@ -471,16 +489,17 @@ def look(line: Line, name: str) -> None:
     case = replace(CASES[name], order=1)
     forward = replace(case, derives=False)
     plain: list[Layout | None] = [None] * (len(case.shapes) - 1)
-    ways = [(column, [first, *plain]) for column, first in layouts(case.shapes[0])]
-    ways += [("others", each) for each in beside(case)]
+    workers = tessel.world().size
+    ways = [(column, [first, *plain]) for column, first in layouts(case.shapes[0], workers)]
+    if workers == 3:
+        ways += [("others", each) for each in beside(case)]
     for column, lying in ways:
         if column == "others":
             case = replace(case, may_gather=True, may_raise=True)
         cell = line.setdefault(column, Cell())
         verdict = Verdict()
         try:
-            # of one dimension that is split, `test_spread.py` has the gradients, on three workers
-            check(name, forward if column.isdigit() else case, lying, verdict)
+            check(name, case if derives(case, column) else forward, lying, verdict)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             verdict.raises[name] = str(error)
         for wrong in verdict.wrong:
@@ -494,9 +513,8 @@ def look(line: Line, name: str) -> None:
 
 def look_at_chance(line: Line, name: str) -> None:
     """A random function draws what it draws for a tensor that is whole."""
-    row = Partition(tuple(range(WORKERS)), (WORKERS,))
-    expected = drawn(FUNCTIONS[name], Layout.whole(row, SHAPE, shared=True))
-    for column, layout in layouts(SHAPE):
+    expected = drawn(FUNCTIONS[name], Layout.whole(tessel.world(), SHAPE, shared=True))
+    for column, layout in layouts(SHAPE, tessel.world().size):
         cell = line.setdefault(column, Cell())
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -553,8 +571,8 @@ def _noting(name: str, rule: Callable[..., Any], followed: set[str]) -> Callable
 HEAD = """# What is supported
 
 What each torch function does with a [spread tensor](tensors.md), for every way to split its first
-argument. `tests/tensor/support.py` determines this on four workers by comparing values and
-gradients (those of a single dimension on three) with those of one process. `make support`
+argument. `tests/tensor/support.py` determines this on three workers, and on four for two dimensions
+that are split, by comparing values and gradients with those of one process. `make support`
 regenerates this page, and a test checks it.
 
 - **✓**: the function has a rule: workers exchange what they need, and the result is exact.
@@ -614,6 +632,13 @@ def _escaped(said: str) -> str:
     return said.replace("|", "\\|").replace("\n", " ")
 
 
+def find_all(run: Callable[..., list[Any]], section: str) -> tuple[dict[str, Line], set[str]]:
+    """A section of the matrix, and the rules that were followed; `run` is that of a pool."""
+    by_rows, in_pairs = (run(find, section, nprocs=n, timeout=280) for n in WORKERS)
+    lines = {name: line | agreed(in_pairs)[name] for name, line in agreed(by_rows).items()}
+    return lines, by_rows[0][1] | in_pairs[0][1]
+
+
 def agreed(of_workers: Sequence[tuple[dict[str, Line], set[str]]]) -> dict[str, Line]:
     """What the workers found, who must agree; nothing of it may be wrong."""
     lines = of_workers[0][0]
@@ -625,10 +650,8 @@ def agreed(of_workers: Sequence[tuple[dict[str, Line], set[str]]]) -> dict[str, 
 
 
 if __name__ == "__main__":
-    from support import find as find_section  # as workers import it
+    from support import find_all as find_section  # so that workers import this file by its name
     from tessel.testing.pool import WorkerPool
 
-    with WorkerPool(timeout=600.0) as pool:
-        PAGE.write_text(
-            page({each: agreed(pool.run(find_section, each, nprocs=WORKERS)) for each in SECTIONS})
-        )
+    with WorkerPool() as pool:
+        PAGE.write_text(page({each: find_section(pool.run, each)[0] for each in SECTIONS}))

@@ -203,7 +203,7 @@ def check_drawn(way: str, first: int, count: int) -> int:
 @pytest.mark.parametrize("nprocs", [1, 3, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_drawn_calls(run: Run, nprocs: int, way: str) -> None:
-    went = run(check_drawn, way, 1000 * nprocs, repeats(30), nprocs=nprocs, timeout=100)[0]
+    went = run(check_drawn, way, 1000 * nprocs, repeats(48), nprocs=nprocs, timeout=100)[0]
     assert nprocs == 1 or went > 1
 
 

@@ -423,7 +423,7 @@ def end_instead() -> None:
 @pytest.mark.slow
 def test_a_worker_that_does_not_come(checking: pytest.MonkeyPatch) -> None:
     """Others wait as long as they always do, and say for what."""
-    checking.setenv("TESSEL_TIMEOUT", "6")
+    checking.setenv("TESSEL_TIMEOUT", "3")
     begin = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         tessel.launch(sleep_instead, 2, timeout=100)

@@ -26,7 +26,7 @@ LOST = 1
 
 def hurry() -> None:
     """Ask others sooner than users want it."""
-    watch.SECONDS_BEFORE_ASKING, watch.TICK = 0.5, 0.2
+    watch.SECONDS_BEFORE_ASKING, watch.TICK = 0.25, 0.1
 
 
 class Fails(LinearOperator):

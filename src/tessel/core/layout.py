@@ -146,14 +146,11 @@ class Layout:
         lengths = tuple(as_int(length) for length in shape)
         if len(axes) != len(lengths):
             raise ValueError(f"expected one axis or None for each of {lengths}, got {axes}")
-        partition.axes(axis for axis in axes if axis is not None)
-        cuts = tuple(
-            Cut.whole(length)
-            if axis is None
-            else Cut((axis % partition.dim,), boxes.balanced(length, partition.shape[axis]))
-            for length, axis in zip(lengths, axes, strict=True)
-        )
-        return cls(partition, lengths, cuts, partition.axes(shared))
+        by = tuple(None if axis is None else as_int(axis) for axis in axes)
+        transport.look_for_job()  # in another one this worker may have another part
+        found = _split(partition, lengths, by, tuple(as_int(axis) for axis in shared))
+        # one that is equal may have no group yet, or that of another job
+        return found if found.partition is partition else replace(found, partition=partition)
 
     @classmethod
     def from_lengths(cls, partition: Partition, lengths: Sequence[Sequence[int]]) -> Layout:
@@ -479,6 +476,20 @@ def zero_volume_tensor(
         )
     shape = (0,) if b is None else (as_int(b), 0)
     return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+@transport.kept_in_job  # rules ask for the same again and again, with its box and local shape
+def _split(
+    partition: Partition, lengths: Shape, axes: tuple[int | None, ...], shared: tuple[int, ...]
+) -> Layout:
+    partition.axes(axis for axis in axes if axis is not None)
+    cuts = tuple(
+        Cut.whole(length)
+        if axis is None
+        else Cut((axis % partition.dim,), boxes.balanced(length, partition.shape[axis]))
+        for length, axis in zip(lengths, axes, strict=True)
+    )
+    return Layout(partition, lengths, cuts, partition.axes(shared))
 
 
 def _check_dims(partition: Partition, dims: int) -> None:

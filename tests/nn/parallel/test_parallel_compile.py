@@ -59,10 +59,10 @@ def compare(fast: Any, model: nn.Module, plain: nn.Module, given: tuple[Tensor, 
     del model.found, plain.found
 
 
-def train(dim: int, hidden: int, backend: str, is_brief: bool = False) -> None:
+def train(dim: int, hidden: int, backend: str, is_brief: bool = False, classes: int = 5) -> None:
     """Several steps, of which compiled code makes the same as the code that is not compiled."""
     torch._dynamo.reset()
-    model = Words(dim, hidden).double()
+    model = Words(dim, hidden, classes).double()
     plain = copy.deepcopy(model)
     fast = torch.compile(model, fullgraph=True, backend=backend)
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
@@ -91,13 +91,14 @@ def train(dim: int, hidden: int, backend: str, is_brief: bool = False) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dim", "hidden", "nprocs"), [(0, 6, 1), (0, 2, 3), (1, 6, 2)])
 def test_training(run: Run, dim: int, hidden: int, nprocs: int) -> None:
-    run(train, dim, hidden, "aot_eager", nprocs == 1, nprocs=nprocs, timeout=SECONDS)
+    run(train, dim, hidden, "aot_eager", nprocs != 3, nprocs=nprocs, timeout=SECONDS)
 
 
 @pytest.mark.slow
 @needs_compiler
 def test_with_inductor(run: Run) -> None:
-    run(train, 0, 6, "inductor", True, nprocs=2, timeout=SECONDS)
+    # with shards of one length both workers use the same programs in C++, which take long
+    run(train, 0, 6, "inductor", True, 6, nprocs=2, timeout=SECONDS)
 
 
 def with_older_torch() -> None:
