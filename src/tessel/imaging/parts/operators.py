@@ -62,9 +62,52 @@ class PartOperator(LinearOperator):
         """Aᵀ A x."""
         return self.A_adjoint(self.A(x))
 
+    def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
+        """This worker's part of what `physics(x)` gives of the whole image, on its owner.
+
+        It may draw noise, for the whole measurement, as in one process.
+        """
+        y = Whole(physics, self.domain, owner).measured(physics, x, owner, **settings)
+        return gathering(self.codomain, owner).H.apply(y)
+
+    def part_of(self, y: Tensor, name: str) -> Tensor:
+        """This worker's part of a measurement that was given whole, or in its part."""
+        if tuple(y.shape) == self.codomain.shape:
+            return self.codomain.local_part(y).clone()
+        if tuple(y.shape) == self.codomain.local_shape:
+            return y
+        raise ValueError(
+            f"{name} must have the shape {self.codomain.shape} of the whole, or "
+            f"{self.codomain.local_shape}, this worker's part of it, got {tuple(y.shape)}"
+        )
+
     def values(self) -> list[Tensor]:
         """The tensors that it is made of, which may need gradients."""
         return []
+
+    def users(self) -> tuple[Any, ...]:
+        """Objects of users that compute in it, whose parameters may need gradients."""
+        return ()
+
+    def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
+        """What is wrong with what was brought for it, as the end of a sentence.
+
+        Args:
+            dtype: of what was brought.
+            y: this worker's part of the measurement.
+            name: of the operator and its measurement: a number.
+            what: was brought, in words.
+        """
+        found = None if dtype is None else self.misfit(dtype)
+        if found is not None:
+            return (
+                f": operator {name} has numbers of {found}, and the {what} has {dtype}; convert "
+                f"one of them, for example with .to({found})"
+            )
+        expected = self.codomain.local_shape
+        if y is not None and tuple(y.shape) != expected:
+            return f": measurement {name} must be of shape {expected}, got {tuple(y.shape)}"
+        return ""
 
     def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype of a value that makes other numbers of images of this dtype, if there is one.
@@ -426,6 +469,24 @@ class Whole:
         result = function(*given)
         # A worker with whole images is not alone in what it does: its caller checks for all.
         return result if self.is_alone else known(result, (self.physics, users), given)
+
+    def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
+        """What `physics(x)` gives of the whole image on its owner, elsewhere an empty tensor."""
+        return self.computed(partial(physics, **settings), self.gather(x))
+
+    def part_of(self, y: Tensor, name: str) -> Tensor:
+        """A measurement on the owner, elsewhere an empty tensor."""
+        return y if self.here else y.new_empty(0)
+
+    def values(self) -> list[Tensor]:
+        """None: what it is made of is the user's."""
+        return []
+
+    def users(self) -> tuple[Any, ...]:
+        return (self.physics,)
+
+    def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
+        return ""  # the user's operator says itself what it needs, on its owner
 
     @property
     def identity(self) -> str:
