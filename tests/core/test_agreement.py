@@ -90,8 +90,11 @@ def refused(case: str) -> str:
         ("dtype", "the input of a call: the dtype differs between workers: torch.float32 on wor"),
         ("dimensions", "the input of a call: the number of dimensions differs between workers"),
         ("no tensor", "the input of a call: worker 1 passed no tensor"),
-        ("many dimensions", "the input of a call: at most 10 dimensions can be moved, got 11"),
-        ("gradient", "workers [1] need a gradient and workers [0, 2] run under torch.no_grad()"),
+        (
+            "many dimensions",
+            "the input of a call: tensors of at most 10 dimensions can be moved, got 11",
+        ),
+        ("gradient", "workers [1] need a gradient, but workers [0, 2] run under torch.no_grad()"),
     ],
 )
 def test_all_raise_the_same(run: Run, case: str, text: str) -> None:

@@ -149,7 +149,7 @@ def test_dtypes_are_converted() -> None:
     assert FromArray(values(), dtype=torch.float64).read(0, ((0, 1),) * 3).dtype is torch.float64
     with pytest.raises(ValueError, match="complex"):
         FromArray(values().astype(complex), dtype=torch.float32).read(0, ((0, 1),) * 3)
-    with pytest.raises(ValueError, match=r"float64, and the first of torch\.float32"):
+    with pytest.raises(ValueError, match=r"float64, but the first one has torch\.float32"):
         FromArrays([values((2,)), values((2,), np.float64)]).read(1, ((0, 2),))
     with pytest.raises(TypeError, match="no dtype"):
         _ = FromArray(np.array(["text"])).dtype

@@ -364,7 +364,7 @@ def refused(what: str) -> str:
 REFUSED = {
     "function": "cannot infer the kind of function; pass type_object",
     "count": "pass num_operators",
-    "other count": "num_operators=2, and there are 1",
+    "other count": "num_operators=2, but there are 1",
     "kind": "type_object must be one of auto, physics",
     "module": "with unfold=True, got Linear",
     "useless": "patch_size=3 is not used for type_object='linear_physics'",

@@ -691,7 +691,7 @@ def test_bad_numbers() -> None:
             physics.A(None)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="needs as many tensors, 3, got 2"):
             physics.A_adjoint([truth()] * 2)
-        with pytest.raises(ValueError, match="there are 4 operators, and physics has 3"):
+        with pytest.raises(ValueError, match="there are 4 operators, but physics has 3"):
             FactoryConfig(physics=blurs(), measurements=[truth()] * 3, num_operators=4)
 
 
@@ -703,7 +703,7 @@ def test_measurements_are_not_broadcast() -> None:
         bundle = make_distrib_bundle(ctx, factory_config=config, signal_shape=(1, 1, 3, 4))
         for call in (bundle.data_fidelity, bundle.data_fidelity.grad):
             with pytest.raises(
-                ValueError, match=r"\(1, 1, 1, 4\), and the operator gives \(1, 1, 3"
+                ValueError, match=r"\(1, 1, 1, 4\), but the operator returns \(1, 1, 3"
             ):
                 call(bundle.signal)
 

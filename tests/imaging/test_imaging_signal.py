@@ -138,7 +138,7 @@ WRONG = {
     "no source": "worker 1 passed no tensor",
     "far source": "a worker from 0 to 3, got 9",
     "source dtype": "expected a tensor of torch.float32, got torch.float64",
-    "init": "init was given on workers [1] and not on worker 0",
+    "init": "init was given on workers [1] but not on worker 0",
     "init shape": "expected a tensor of shape (2, 3, 9, 7), got (1, 3, 9, 7)",
     "other shape": "must make the same calls",
 }

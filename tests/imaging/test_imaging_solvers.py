@@ -1038,7 +1038,7 @@ def further_than_wanted(folder: str) -> str:
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_a_checkpoint_is_further_than_wanted(run: Run, tmp_path: Path, nprocs: int) -> None:
     for text in run(further_than_wanted, str(tmp_path), nprocs=nprocs):
-        assert text.startswith("max_iterations=3, and the checkpoint in ")
+        assert text.startswith("max_iterations=3, but the checkpoint in ")
         assert "is at iteration 5; pass 5 or more" in text
 
 

@@ -326,7 +326,7 @@ BAD = [
     ({"strategy": "clever"}, "one of smart_tiling, basic, a class or a strategy, got 'clever'"),
     ({"stride": 0}, "stride must be 1 or more, got 0"),
     ({"max_batch_size": 0}, "max_batch_size must be 1 or more, got 0"),
-    ({"strategy": "basic", "stride": 2}, "stride=2 and 'basic'"),
+    ({"strategy": "basic", "stride": 2}, "stride=2 is only used by"),
 ]
 
 
@@ -358,7 +358,7 @@ def test_bad_strategies() -> None:
         SmartTilingStrategy(shape, (1, 2, 3))
     with pytest.raises(ValueError, match="from -4 to 3 can be cut, got"):
         SmartTilingStrategy(shape, 4, tiling_dims=(7,))
-    with pytest.raises(ValueError, match="got 2 and 3; pass one"):
+    with pytest.raises(ValueError, match="got 2 and 3; pass only one"):
         BasicStrategy(shape, num_splits=2, patch_size=3)
     with pytest.raises(ValueError, match="none besides batch and channels"):
         SmartTilingStrategy((1, 8))

@@ -217,12 +217,14 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_token()
     file.chmod(0o600)
     file.write_text("short\n")
-    with pytest.raises(GateError, match="16 letters or more, got 5"):
+    with pytest.raises(GateError, match="at least 16 characters, got 5"):
         read_token(file)
     with pytest.raises(GateError, match="cannot be read: No such file"):
         read_token(tmp_path / "absent")
     monkeypatch.setenv("TESSEL_TOKEN", "short")
-    with pytest.raises(GateError, match="the token in TESSEL_TOKEN must have 16 letters"):
+    with pytest.raises(
+        GateError, match="the token in TESSEL_TOKEN must have at least 16 characters"
+    ):
         read_token()
     monkeypatch.setenv("TESSEL_TOKEN", TOKEN.decode())
     assert read_token() == TOKEN

@@ -304,7 +304,7 @@ def change_settings() -> list[str]:
 def test_settings_that_change_raise(run: Run) -> None:
     for first, changed, anew in run(change_settings, nprocs=2, timeout=SECONDS):
         assert first == anew == "nothing"
-        assert "eps is 0.5, and this call was compiled with 1e-05" in changed
+        assert "eps is 0.5, but this call was compiled with 1e-05" in changed
 
 
 def draw() -> list[str]:

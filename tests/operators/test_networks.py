@@ -148,7 +148,7 @@ def written(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     [
         (lambda m: m.pop("cores"), "cores is missing"),
         (lambda m: m.update(cores=2.5), "cores must be a whole number"),
-        (lambda m: m.update(nodes=2), "nodes is not known"),
+        (lambda m: m.update(nodes=2), "unknown key nodes"),
         (lambda m: m.update(rates={}), "rates must be a list"),
         (lambda m: m["rates"][0].pop("fft"), r"rates\[0\]\.fft is missing"),
         (lambda m: m["rates"][0].update(memory=-1), r"rates\[0\]\.memory must be a positive"),

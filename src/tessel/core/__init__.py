@@ -14,6 +14,7 @@ from tessel.core.agreement import Agreement as Agreement
 from tessel.core.agreement import Signature as Signature
 from tessel.core.agreement import TensorMeta as TensorMeta
 from tessel.core.agreement import agree as agree
+from tessel.core.agreement import in_forward_mode as in_forward_mode
 from tessel.core.agreement import same as same
 from tessel.core.agreement import tell as tell
 from tessel.core.boxes import Box as Box

@@ -126,7 +126,7 @@ def _factory(
     if count is None:
         raise ValueError(
             f"distribute: pass num_operators, the number of objects that the function {given!r} "
-            "creates; got None"
+            "creates; got num_operators=None"
         )
     return lambda i, device, shared: on_device(given(i, device, shared), device, dtype), count
 

@@ -77,7 +77,7 @@ class FactoryConfig:
         if not counts and self.num_operators is None:
             raise ValueError(
                 "FactoryConfig: pass num_operators, the number of operators that the function "
-                f"physics={self.physics!r} creates; got None"
+                f"physics={self.physics!r} creates; got num_operators=None"
             )
         for name, count in counts.items():
             if count != self.count:

@@ -135,7 +135,7 @@ class DistributedDataFidelity:
         if call is None:
             return physics.everywhere(image.new_zeros(()))
         # Of the whole image: this worker's part may have some of the images only.
-        batch = physics.rows_of(image.shape).layout.shape[0]
+        batch = physics.rows.of(image.shape).layout.shape[0]
         with physics.computing(call) as parameters:
             losses = [
                 f.loss(*pair, call, batch)

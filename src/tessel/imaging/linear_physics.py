@@ -87,7 +87,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             x = torch.zeros_like(self.A_adjoint(ys))
         if not self.active:
             return x
-        layout = self.rows_of(x.shape).layout
+        layout = self.rows.of(x.shape).layout
         if tol is None:
             tol = default_tolerance(x.dtype)
         with torch.no_grad():
@@ -123,7 +123,7 @@ class DistributedLinearPhysics(DistributedPhysics):
     ) -> Tensor:
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
-        layout = self.rows_of(like.shape).layout
+        layout = self.rows.of(like.shape).layout
         # A random start would be another one on each worker, and a constant may be in the kernel.
         x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)

@@ -152,7 +152,7 @@ def checked_count(name: str, what: str, count: int | None, factory: Any) -> int:
     if count is None:
         raise ValueError(
             f"{name}: pass {what}, the number of objects that factory={factory!r} creates; got "
-            f"{count}"
+            f"{what}={count}"
         )
     if as_int(count) < 1:
         raise ValueError(f"{name}: {what} must be 1 or more, got {count}")

@@ -52,9 +52,9 @@ from tessel.imaging.parameters import (
     tensors_of,
     unshared_problem,
 )
-from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
+from tessel.imaging.parts.layouts import rows_of
 from tessel.imaging.parts.local_rules import MISFITS, partition_physics
-from tessel.imaging.parts.operators import Operator, PartOperator, Whole
+from tessel.imaging.parts.operators import Operator
 from tessel.imaging.signal import Image, local_data
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
@@ -146,22 +146,17 @@ class DistributedPhysics:
         agree(ctx.partition, f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
         held = tensors_held_by((factory, self.shared))
-        # Whole images come in any shape: a layout without dimensions stands for all of theirs.
         self.is_whole = layout is None or is_whole(layout)
         self.layout = shared_whole(ctx.partition, ()) if layout is None or self.is_whole else layout
         self.partition, self.rows = self.layout.partition, rows_of(self.layout)
         self.active = self.partition.active
         row = self.rows.place_of(ctx.rank) if self.active else 0
-        self.place = f"worker {ctx.rank}"
-        if not self.is_whole:
-            self.place = f"copy {row} of the image" if self.active else "no copy of the image"
+        self.place = self.rows.name_of(ctx.rank) if self.active else "no copy of the image"
         mine = local_indices(self.num_ops, row, self.rows.count, ctx.sharding)
         self.local_indices: list[int] = mine if self.active else []
         self.local_operators = [self._made(factory, i) for i in self.local_indices]
         self._spread: list[Operator] = [
-            Whole(physics)
-            if self.is_whole
-            else partition_physics(physics, self.rows.own, self._owner(position))
+            partition_physics(physics, self.rows.own, self._owner(position))
             for position, physics in enumerate(self.local_operators)
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
@@ -193,13 +188,8 @@ class DistributedPhysics:
             physics, owner = self.local_operators[position], self._owner(position)
             if not callable(physics):
                 return operator.A(x, **call.settings)
-            # It draws for the whole measurement, as in one process; the parts of that are sent.
-            local = None if isinstance(operator, Whole) else operator
-            whole = Whole(physics, self.rows.own, owner) if local else operator
-            assert isinstance(whole, Whole)
             with self.ctx.drawing(self.local_indices[position], number):
-                y = whole.computed(partial(physics, **call.settings), whole.gather(x))
-            return gathering(local.codomain, owner).H.apply(y) if local else y
+                return operator.measured(physics, x, owner, **call.settings)
 
         terms = [partial(measured, position) for position in range(len(self._spread))]
         return self._each("__call__", x, None, terms, self.local_operators, **settings)
@@ -220,22 +210,7 @@ class DistributedPhysics:
             position: of the operator among those of this row.
             y: the whole measurement, or this worker's part.
         """
-        operator = self._spread[position]
-        if isinstance(operator, Whole):
-            return y if operator.here else y.new_empty(0)
-        if tuple(y.shape) == operator.codomain.shape:
-            return operator.codomain.local_part(y).clone()
-        if tuple(y.shape) == operator.codomain.local_shape:
-            return y
-        raise ValueError(
-            f"measurement {self.local_indices[position]} must have the shape "
-            f"{operator.codomain.shape} of the whole, or {operator.codomain.local_shape}, this "
-            f"worker's part of it, got {tuple(y.shape)}"
-        )
-
-    def rows_of(self, shape: Shape) -> Rows:
-        """The rows of workers that hold images of this shape on this worker."""
-        return whole_rows(self.partition, tuple(shape)) if self.is_whole else self.rows
+        return self._spread[position].part_of(y, f"measurement {self.local_indices[position]}")
 
     def everywhere(self, value: Tensor) -> Tensor:
         """A shared value of the workers that have parts of the image, on all workers."""
@@ -391,7 +366,7 @@ class DistributedPhysics:
         if x is None:
             image = grad_alike(torch.empty(0, dtype=meta.dtype, device=self.ctx.device), meta)
         else:
-            rows = self.rows_of(x.shape)
+            rows = self.rows.of(x.shape)
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
             image = rows.use(grad_alike(x, meta))
@@ -441,10 +416,9 @@ class DistributedPhysics:
         ys, learns, own = measured or (), False, list[Tensor]()
         if torch.is_grad_enabled():
             known = {id(each) for each in everyones}
-            whole = [each.physics for each in self._spread if isinstance(each, Whole)]
-            own = [e for e in learned((whole, fidelities, users)) if id(e) not in known]
-            local = (each.values() for each in self._spread if isinstance(each, PartOperator))
-            values = chain.from_iterable(local)
+            inside = [each.users() for each in self._spread]
+            own = [e for e in learned((inside, fidelities, users)) if id(e) not in known]
+            values = chain.from_iterable(each.values() for each in self._spread)
             learns = any(map(needs_grad, (x, *ys, anchor_of(measured), *everyones, *own, *values)))
         # Shapes fit, as was just seen. Rows without operators bring nothing if there is no image,
         # and learn the dtype from the others.
@@ -471,21 +445,13 @@ class DistributedPhysics:
         what, brought = "image", x
         if x is None:
             what, brought = "measurement", next(iter(ys or ()), None)
+        dtype = None if brought is None else brought.dtype
         each = zip(self.local_indices, self._spread, ys or repeat(None), strict=False)
         for (i, operator, y), fidelity in zip(each, fidelities or repeat(None), strict=False):
-            if isinstance(operator, Whole):
-                continue  # which says itself what it needs, on its owner
-            found = None if brought is None else operator.misfit(brought.dtype)
-            if brought is not None and found is not None:
-                return (
-                    f": operator {i} has numbers of {found}, and the {what} has {brought.dtype}; "
-                    f"convert one of them, say with .to({found})"
-                )
-            expected = operator.codomain.local_shape
-            if y is not None and tuple(y.shape) != expected:
-                return f": measurement {i} must be of shape {expected}, got {tuple(y.shape)}"
-            if fidelity is not None and fidelity.problem:
-                problem: str = fidelity.problem
+            problem = operator.problem(dtype, y, f"{i}", what)
+            if not problem and fidelity is not None and operator.is_local:
+                problem = fidelity.problem
+            if problem:
                 return problem
         return ""
 
@@ -616,11 +582,11 @@ class DistributedPhysics:
             # The shape of the image is not known before: it is agreed on with the result.
             share, meta = self.completed(call.name, share)
         if share is None:
-            share = x.new_zeros(self.rows_of(x.shape).layout.local_shape)
+            share = x.new_zeros(self.rows.of(x.shape).layout.local_shape)
         if call.needs_grad:
             share = share + anchored_zeros((), x)
         share = depending_on(depending_on(share, parameters), call.anchor)
-        return self.rows_of(share.shape).total(share, meta) if gather else share
+        return self.rows.of(share.shape).total(share, meta) if gather else share
 
     def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
         """A result of whole images, zero on workers without operators, and what all agreed on."""

@@ -412,7 +412,7 @@ class DistributedStackedFidelity(torch.nn.Module):
         if self.single_fidelity is None and num_operators is None:
             raise ValueError(
                 "pass num_operators, the number of data fidelities that the function "
-                f"{data_fidelity!r} creates; got None"
+                f"{data_fidelity!r} creates; got num_operators=None"
             )
         # By physics, and forgotten with it: a fidelity is often made once and used for many.
         self._made: WeakKeyDictionary[Any, DistributedDataFidelity] = WeakKeyDictionary()

@@ -80,6 +80,14 @@ class Rows:
 
     layout: Layout
 
+    def of(self, shape: Iterable[int]) -> Rows:
+        """Those of images that have this shape on this worker."""
+        return self
+
+    def name_of(self, worker: int) -> str:
+        """What a worker has, in words."""
+        return f"copy {self.place_of(worker)} of the image"
+
     @cached_property
     def count(self) -> int:
         """How many copies of the image there are."""
@@ -116,19 +124,34 @@ class Rows:
 
     @cached_property
     def _sum(self) -> Move | None:
-        # One row has nothing to sum. Of whole images it moves all the same: a share may be a tensor
-        # of the user, which a movement does not return.
-        if self.count == 1 and not is_whole(self.layout):
-            return None
+        moves = self.count > 1  # one row has nothing to sum
+        return Move(replace(self.layout, shared=()), self.layout) if moves else None
+
+
+class WholeRows(Rows):
+    """The rows of an image that is whole on every worker: each worker is one by itself.
+
+    Whole images come in any shape: a layout without dimensions stands for all of theirs.
+    """
+
+    def of(self, shape: Iterable[int]) -> Rows:
+        return whole_rows(self.layout.partition, tuple(shape))
+
+    def name_of(self, worker: int) -> str:
+        return f"worker {worker}"
+
+    @cached_property
+    def _sum(self) -> Move:
+        # Also of one row: a share may be a tensor of the user, which a movement does not return.
         return Move(replace(self.layout, shared=()), self.layout)
 
 
 @kept_in_job
 def rows_of(layout: Layout) -> Rows:
     """The rows of a layout; all workers of the job make them together."""
-    rows = Rows(layout)
     if is_whole(layout):
-        return rows
+        return WholeRows(layout)
+    rows = Rows(layout)
     # Groups of workers are made by all workers of the job in one order, those of other rows
     # included: a worker that made only its own would wait for the others.
     alone = [axis for axis in range(layout.partition.dim) if axis not in layout.shared]

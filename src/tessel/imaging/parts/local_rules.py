@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core import Layout, Partition, Shape, agree, checksum_of
+from tessel.imaging.context import is_whole
 from tessel.imaging.parts.operators import (
     Chain,
     Convolution,
@@ -42,7 +43,8 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
 
     Args:
         physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers.
-        layout: of the image, in parts.
+        layout: of the image, in parts. Of one that is whole on every worker, which has any shape,
+            each worker applies its own operators.
         owner: the worker that applies an operator without local kernel, by default the first one.
 
     >>> import tessel, torch
@@ -52,12 +54,14 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
     >>> tessel.imaging.parts.partition_physics(blank, tessel.Layout.balanced(P, (1, 2))).is_local
     True
     """
+    if is_whole(layout):
+        return Whole(physics)
     rule = rule_of(physics, layout.shape)
     first = layout.partition.ranks[0]
     operator: Operator = (
         Whole(physics, layout, first if owner is None else owner) if rule is None else rule(layout)
     )
-    values = operator.values() if isinstance(operator, PartOperator) else []
+    values = operator.values()
     held = (
         f" made of tensors with the checksum {checksum_of(values):x}, which must be equal on all "
         f"workers (random ones are inside of `with ctx.shared_random():`)"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial, reduce
-from math import prod
+from functools import partial, reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core import (
@@ -27,12 +25,8 @@ from tessel.core import (
 )
 from tessel.imaging.context import is_whole
 from tessel.imaging.parameters import idle, known
+from tessel.imaging.parts.filtering import FilterSpectrum, convolve
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
-
-LARGEST_DIRECT = 64  # values of a filter; a larger one is quicker by way of the Fourier transform
-
-_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_ADJOINT = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
 
@@ -62,9 +56,52 @@ class PartOperator(LinearOperator):
         """Aᵀ A x."""
         return self.A_adjoint(self.A(x))
 
+    def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
+        """This worker's part of what `physics(x)` gives of the whole image, on its owner.
+
+        It may draw noise, for the whole measurement, as in one process.
+        """
+        y = Whole(physics, self.domain, owner).measured(physics, x, owner, **settings)
+        return gathering(self.codomain, owner).H.apply(y)
+
+    def part_of(self, y: Tensor, name: str) -> Tensor:
+        """This worker's part of a measurement that was given whole, or in its part."""
+        if tuple(y.shape) == self.codomain.shape:
+            return self.codomain.local_part(y).clone()
+        if tuple(y.shape) == self.codomain.local_shape:
+            return y
+        raise ValueError(
+            f"{name} must have the shape {self.codomain.shape} of the whole, or "
+            f"{self.codomain.local_shape}, this worker's part of it, got {tuple(y.shape)}"
+        )
+
     def values(self) -> list[Tensor]:
         """The tensors that it is made of, which may need gradients."""
         return []
+
+    def users(self) -> tuple[Any, ...]:
+        """Objects of users that compute in it, whose parameters may need gradients."""
+        return ()
+
+    def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
+        """What is wrong with what was brought for it, as the end of a sentence.
+
+        Args:
+            dtype: of what was brought.
+            y: this worker's part of the measurement.
+            name: of the operator and its measurement: a number.
+            what: was brought, in words.
+        """
+        found = None if dtype is None else self.misfit(dtype)
+        if found is not None:
+            return (
+                f": operator {name} has numbers of {found}, and the {what} has {dtype}; convert "
+                f"one of them, for example with .to({found})"
+            )
+        expected = self.codomain.local_shape
+        if y is not None and tuple(y.shape) != expected:
+            return f": measurement {name} must be of shape {expected}, got {tuple(y.shape)}"
+        return ""
 
     def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype of a value that makes other numbers of images of this dtype, if there is one.
@@ -128,6 +165,7 @@ class Convolution(PartOperator):
         self.domain, self._box = layout, layout.box()
         self._steps, self.codomain = fetch(layout, self.kernel)
         self._read_shape = self._steps[-1].codomain.local_shape
+        self._spectrum = FilterSpectrum()
         self.prepare()  # all workers make the group, here and not in a first call
 
     def A(self, x: Tensor) -> Tensor:
@@ -138,7 +176,7 @@ class Convolution(PartOperator):
         # graphs of all workers have the same movements, in the same order.
         if 0 in x.shape or 0 in self.codomain.local_shape:
             return anchored_zeros(self.codomain.local_shape, x, filter)
-        return convolve(x, filter, self.kernel.stride)
+        return convolve(x, filter, self.kernel.stride, spectrum=self._spectrum)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
         # Step by step and under one name, so that each frees what the one before it made: a product
@@ -153,7 +191,7 @@ class Convolution(PartOperator):
         filter, shape = self._filter(), self._read_shape
         if 0 in shape or 0 in y.shape:
             return anchored_zeros(shape, y, filter)
-        read = convolve(y, filter, self.kernel.stride, adjoint=True)
+        read = convolve(y, filter, self.kernel.stride, adjoint=True, spectrum=self._spectrum)
         for dim, length in enumerate(shape):  # the last window may end before the image
             read = _lengthened(read, dim, length)
         return read
@@ -427,6 +465,24 @@ class Whole:
         # A worker with whole images is not alone in what it does: its caller checks for all.
         return result if self.is_alone else known(result, (self.physics, users), given)
 
+    def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
+        """What `physics(x)` gives of the whole image on its owner, elsewhere an empty tensor."""
+        return self.computed(partial(physics, **settings), self.gather(x))
+
+    def part_of(self, y: Tensor, name: str) -> Tensor:
+        """A measurement on the owner, elsewhere an empty tensor."""
+        return y if self.here else y.new_empty(0)
+
+    def values(self) -> list[Tensor]:
+        """None: what it is made of is the user's."""
+        return []
+
+    def users(self) -> tuple[Any, ...]:
+        return (self.physics,)
+
+    def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
+        return ""  # the user's operator says itself what it needs, on its owner
+
     @property
     def identity(self) -> str:
         """What it is in words, the same on every worker."""
@@ -478,94 +534,3 @@ def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
         return x
     shape = (*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat([x, x.new_zeros(shape)], dim)
-
-
-# ---- filtering on one worker
-
-
-def convolve(x: Tensor, filter: Tensor, stride: int, adjoint: bool = False) -> Tensor:
-    """The convolution where the filter lies within x, at every `stride`-th place, or its adjoint.
-
-    Forward:  y[i] = Σ_t f[t] x[s·i + k − 1 − t].    The adjoint gives an image that is just as long
-    as the windows need.
-
-    Args:
-        x: (batch, channels, *space).
-        filter: (1 or batch, 1 or channels, *sizes).
-        stride: how far apart outputs are.
-        adjoint: whether the adjoint is applied.
-    """
-    if prod(filter.shape[2:]) > LARGEST_DIRECT:
-        return _by_fourier(x, filter, stride, adjoint)
-    batch, channels = groups = x.shape[:2]
-    # torch correlates: a convolution has the filter the other way round.
-    weight = (filter.conj() if adjoint else filter).flip(tuple(range(2, filter.dim())))
-    # One filter for all images of the batch: channels are groups. One for each image: the batch is
-    # folded into the channels, so that each image has groups of its own.
-    if filter.shape[0] > 1:
-        groups = torch.Size([1, batch * channels])
-        weight = weight.expand(batch, channels, *weight.shape[2:]).flatten(0, 1).unsqueeze(1)
-    else:
-        weight = weight.expand(1, channels, *weight.shape[2:]).transpose(0, 1)
-    function = (_ADJOINT if adjoint else _FORWARD)[filter.dim() - 2]
-    y = function(x.reshape(*groups, *x.shape[2:]), weight, stride=stride, groups=groups[1])
-    return y.reshape(batch, channels, *y.shape[2:])
-
-
-def _by_fourier(x: Tensor, filter: Tensor, stride: int, adjoint: bool) -> Tensor:
-    """The same by the product of Fourier transforms.
-
-    Windows that lie within x see nothing of what a transform wraps around.
-    """
-    given, (lengths, smooth, kept, whole) = x, _windows(x.shape, filter.shape, stride, adjoint)
-    if adjoint:
-        x = given.new_zeros((*given.shape[:2], *lengths))
-        x[kept] = given
-    there, back = torch.fft.rfftn, torch.fft.irfftn
-    if x.is_complex():
-        there, back = torch.fft.fftn, torch.fft.ifftn
-    dims = tuple(range(2, x.dim()))
-    spectrum = there(filter, smooth, dims)
-    y = back(there(x, smooth, dims) * (spectrum.conj() if adjoint else spectrum), smooth, dims)
-    y = y[whole if adjoint else kept]
-    if y.is_complex() or filter.is_complex():
-        return y
-    # Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
-    # The bound is a tensor, not a number: reading it would wait for the GPU.
-    least = torch.where((given.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
-    least = least.to(y.dtype)
-    if not torch.is_grad_enabled():
-        return y.clamp_(min=least)
-    # The derivative is that of the sums: clamping itself would stop the gradient below zero.
-    return y + (y.detach().clamp(min=least) - y.detach())
-
-
-@lru_cache(maxsize=1024)  # shapes of a solver come again in each iteration
-def _windows(
-    image: Shape, filter: Shape, stride: int, adjoint: bool
-) -> tuple[Shape, Shape, tuple[slice, ...], tuple[slice, ...]]:
-    """The lengths of an image and of its transform, where windows end, and all of the image."""
-    lengths = image[2:]
-    if adjoint:
-        pairs = zip(lengths, filter[2:], strict=True)
-        lengths = tuple(stride * (n - 1) + size for n, size in pairs)
-    ends = zip(filter[2:], lengths, strict=True)
-    channels = slice(None), slice(None)
-    kept = (*channels, *(slice(size - 1, n, stride) for size, n in ends))
-    return lengths, tuple(map(_smooth, lengths)), kept, (*channels, *map(slice, lengths))
-
-
-def _smooth(length: int) -> int:
-    """The next number without prime factors above 5, of which transforms are fast.
-
-    >>> _smooth(97)
-    100
-    """
-    while True:
-        rest = length
-        for prime in (2, 3, 5):
-            while rest % prime == 0:
-                rest //= prime
-        if rest == 1:
-            return length
-        length += 1
