@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -644,9 +645,11 @@ def check_functional() -> None:
     for model, x in ((alone, values((2, 3, 8, 8), 1)), (spread, images(P))):
         scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         given = {name: (scale * p).detach() + 0 * p for name, p in model.named_parameters()}
-        given = {name: p * scale for name, p in given.items()}
+        given = {name: (p * scale).exp() for name, p in given.items()}  # which autograd keeps
+        *_, last = given
+        given[last] = scale.expand(given[last].shape)  # one number in several places
         y = torch.func.functional_call(model, given, (x,))
-        found.append(torch.autograd.grad(y.square().sum(), [scale, *model.parameters()]))
+        found.append(torch.autograd.grad(y.square().sum(), [scale, *model.parameters()][:-1]))
     for a, b in zip(*found, strict=True):
         close("functional_call", b, a)
 
@@ -658,10 +661,13 @@ def check_derivatives_along() -> None:
     x, part = values((2, 3, 8, 8), 1), images(P)
     learned(spread, part)
     layout = Layout.balanced(P, x.shape)
-    y, along = torch.func.jvp(alone, (x,), (x.cos(),))
-    z, across = torch.func.jvp(spread, (part,), (part.cos(),))
-    close("value", z, layout.local_part(y))
-    close("derivative", across, layout.local_part(along))
+    others = {name: 2 * p.detach() for name, p in alone.named_parameters()}
+    for given in ({}, others):  # the second ones belong to nobody inside of the transform
+        calls = [partial(torch.func.functional_call, each, given) for each in (alone, spread)]
+        y, along = torch.func.jvp(calls[0], (x,), (x.cos(),))
+        z, across = torch.func.jvp(calls[1], (part,), (part.cos(),))
+        close("value", z, layout.local_part(y))
+        close("derivative", across, layout.local_part(along))
     weights = dict(spread.named_parameters())
     grads = torch.func.grad(
         lambda w: torch.func.functional_call(spread, w, (part,)).square().sum()

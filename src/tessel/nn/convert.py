@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tessel.core.agreement import agree, tell
+from tessel.core.checksum import checksum
 from tessel.core.context import setting
 from tessel.core.graph import current_trace, in_graphs, outside_of_graphs
 from tessel.core.handles import HasHandle
@@ -308,7 +309,13 @@ class ModelConversion:
             parameters = list(model.named_parameters())
             check_alike([(name, p) for name, p in parameters if id(p) in late], self.P_x)
             late -= {id(value) for _, value in parameters}
-        equalize([value for _, value in _values(model) if id(value) in late], self.P_x)
+        values = [value for _, value in _values(model) if id(value) in late]
+        # What is alike already is not written: `functional_call` puts in values that may have a
+        # history, belong to others or share memory, with which torch refuses to be changed.
+        told = tell(self.P_x, [*map(checksum, values)]).values()
+        sums = zip(*told, strict=True)
+        unlike = [v for v, found in zip(values, sums, strict=True) if len({*found}) > 1]
+        equalize(unlike, self.P_x)
         self.enter(model)
 
     def make_values_plain(self, model: nn.Module) -> None:
