@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -37,6 +38,7 @@ from tessel.nn import (
     fuse_gradients,
 )
 from tessel.operators import ParDFT, ParIdentity, ParMatrix, distribute, kron
+from tessel.tensor.rules import attention_plan
 
 Run = Callable[..., list[Any]]
 
@@ -78,6 +80,18 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.block(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+class OneHead(nn.Module):
+    """Attention of one head, causal, between rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x.mean((0, 1), keepdim=True)).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def grid(size: int = 0) -> tessel.Partition:
@@ -373,6 +387,19 @@ def operator(P: tessel.Partition) -> nn.Module:
 def test_ways_of_their_own(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None:
     rows = [7, 7] if make is operator else [7, 7, 10]
     run(compile_module, make, "aot_eager", rows, make is region, nprocs=nprocs, timeout=SECONDS)
+
+
+def compile_ring() -> None:
+    """Keys that would come block by block are gathered where compilers look at the code."""
+    before, attention_plan.GATHERED = attention_plan.GATHERED, 0
+    try:
+        compile_module(lambda P: distribute_module(OneHead(), P), "aot_eager", [7], False)
+    finally:
+        attention_plan.GATHERED = before
+
+
+def test_attention_of_long_sequences(run: Run) -> None:
+    run(compile_ring, nprocs=2, timeout=SECONDS)
 
 
 @pytest.mark.slow

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tessel
 from parity import values
 from tessel import Layout
-from test_spread import Run, Verdict, derived, flat, partition
+from tessel.tensor.table import spread_among
+from test_spread import CASES as SPREAD_CASES
+from test_spread import Run, Verdict, derived, flat, partition, ways
 
 # a function, the shapes of its operands, and which of them are spread, along which dimension
 Rare = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]
@@ -163,6 +168,124 @@ def check_rare_calls() -> list[str]:
 def test_rare_calls(run: Run, nprocs: int) -> None:
     for wrong in run(check_rare_calls, nprocs=nprocs):
         assert not wrong, "\n".join(wrong)
+
+
+class Naming(TorchFunctionMode):
+    """Calls of torch's functions in C++, with all arguments by the names that torch takes.
+
+    Which these are, is found where tensors are plain.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[Any, tuple[str, ...]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kinds = [Tensor if isinstance(each, Tensor) else type(each) for each in args]
+        key = func, tuple(kwargs), tuple(kinds)
+        if key not in self.found and next(spread_among(args, kwargs), None) is None:
+            for names in self._names(func, len(args)):
+                try:
+                    result = self._called(func, names, args, kwargs)
+                except TypeError:  # of another overload, or without these names
+                    continue
+                self.found[key] = names
+                return result
+        return self._called(func, self.found.get(key, ()), args, kwargs)
+
+    def _called(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+        first = len(args) - len(names)
+        return func(*args[:first], **dict(zip(names, args[first:], strict=True)), **kwargs)
+
+    def _names(self, func: Any, count: int) -> Iterator[tuple[str, ...]]:
+        """The names of the arguments, for each overload; a method has its first without one."""
+        name, is_method = func.__name__, isinstance(func, MethodDescriptorType)
+        if isinstance(func, FunctionType) or name.endswith("_"):
+            return
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+            names = [each.name for each in schema.arguments if not each.kwarg_only]
+            names = ["input" if each == "self" else each for each in names]
+            if is_method and "input" in names:
+                names.remove("input")
+            if len(names) >= count - is_method > 0:
+                yield tuple(names[: count - is_method])
+
+
+def check_names() -> tuple[list[str], set[str]]:
+    """What differs from one process where all arguments have names; the functions that do."""
+    verdict, workers = Verdict(), tessel.world().size
+    naming = Naming()
+    for name, case in SPREAD_CASES.items():
+        plain = [case.operand(k) for k in range(len(case.shapes))]
+        layouts = [ways(shape, workers)[0] for shape in case.shapes]
+        spread = [
+            x if case.plain_others and k else tessel.spread(x, layout)
+            for k, (x, layout) in enumerate(zip(plain, layouts, strict=True))
+        ]
+        found = []
+        with warnings.catch_warnings(), torch.no_grad(), naming:
+            warnings.simplefilter("ignore")
+            for operands in (plain, spread):
+                torch.default_generator.manual_seed(0)
+                try:
+                    found.append(flat(case.does(*operands)))
+                except NotImplementedError:
+                    break
+                except Exception as error:
+                    verdict.wrong.append(f"{name}: {error!r}")
+                    break
+        for k, (expected, got) in enumerate(zip(*found, strict=True) if len(found) > 1 else ()):
+            verdict.compare(f"{name}, {k}", got, expected, case.tolerance)
+    return verdict.wrong, {func.__name__ for func, *_ in naming.found}
+
+
+def test_operands_by_their_names(run: Run) -> None:
+    # rules read their arguments alike on any number of workers
+    wrong, names = run(check_names, nprocs=1, timeout=100)[0]
+    assert not wrong, "\n".join(wrong)
+    expected = {"addmm", "addbmm", "baddbmm", "addmv", "addr", "where", "bmm", "scatter", "conv2d"}
+    assert names >= expected and len(names) > 200, sorted(names)
+
+
+def check_sizes_of_tensors() -> None:
+    """Sizes and shifts may be tensors without dimensions, plain or spread."""
+    workers = tessel.world().size
+    x = values((4, 6), 3)
+    y = tessel.spread(x, partition([workers, 1]))
+    two = torch.tensor(2)
+    shared = (y > -10).sum() // 12  # spread, and whole
+    for n in (two, torch.div(4, 2, rounding_mode="trunc"), shared):
+        for call in (
+            lambda x, n: x.view(n, 2, 6),
+            lambda x, n: x.reshape((n, -1)),
+            lambda x, n: x[:, None].expand(-1, n, -1),
+            lambda x, n: x.repeat(n, 1),
+            lambda x, n: torch.roll(x, n, 0),
+            lambda x, n: x.roll(shifts=(n, 1), dims=(0, 1)),
+            lambda x, n: x.unflatten(0, (n, 2)),
+            lambda x, n: x.new_ones(n, 6),
+        ):
+            expected, got = call(x, two), call(y, n)
+            got = got.full() if isinstance(got, tessel.Tensor) else got
+            assert torch.equal(got, expected)
+    with pytest.raises((RuntimeError, TypeError)):
+        y.view(torch.tensor(2.0), 12)
+
+
+def check_formats() -> None:
+    """A tensor without dimensions is its number in a text."""
+    x = tessel.spread(values((4, 6), 3), partition([tessel.world().size, 1]))
+    for y in (x.argmax(), x.sum(), x.sum().requires_grad_(), (x > 0).any(), x[2, 3]):
+        assert f"{y}" == f"{y.detach().full()}" and "tessel" not in f"{y}"
+    assert f"{x.sum():.3f}" == f"{x.sum().full():.3f}" and f"{x}" == repr(x)
+
+
+@pytest.mark.parametrize("does", [check_sizes_of_tensors, check_formats])
+def test_tensors_without_dimensions(run: Run, does: Callable[[], None]) -> None:
+    run(does, nprocs=2)
 
 
 def check_longer_operands() -> None:

@@ -295,8 +295,12 @@ def contains(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
 
 @rule("__format__")
 def formatted(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
+    """Of a tensor without dimensions the number, as torch has it; nothing is sent."""
     x, form = args
-    return format(open_part(x), form) if form and is_whole(x._layout) else repr(x)
+    layout = x._layout
+    is_here = is_whole(layout) and not layout.is_outside
+    is_shown = is_here and (form or not layout.shape)
+    return format(open_part(x).detach(), form) if is_shown else repr(x)
 
 
 @rule("__repr__", "_str")

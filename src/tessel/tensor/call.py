@@ -60,6 +60,7 @@ from tessel.tensor.table import (
     UnsupportedError,
     as_spread,
     held_layouts,
+    in_order,
     is_whole,
     made,
     mapped,
@@ -263,7 +264,9 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _written(name, func, args, kwargs)
     rule = RULES.get(name)
     if rule is not None:
-        if kwargs and name not in _SECOND and not kwargs.keys().isdisjoint(_RENAMED):
+        if kwargs:
+            args, kwargs = in_order(name, func, args, kwargs)
+        if kwargs and not kwargs.keys().isdisjoint(_RENAMED):
             # torch's first names, and the input by its position: rules know no others
             kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
             args = (kwargs.pop("input"), *args) if "input" in kwargs else args
@@ -272,6 +275,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             kwargs = {k: each for k, each in kwargs.items() if k != key}
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
+        if name in _SIZED and next(tensors(args[1:], kwargs), None) is not None:
+            args, kwargs = (args[0], *mapped(_number, args[1:])), mapped(_number, kwargs)
         first = args[0]
         if type(first) is not Tensor and name not in PLAIN and isinstance(first, torch.Tensor):
             args = (as_spread(first, _partition(args, kwargs)), *args[1:])
@@ -297,12 +302,29 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 # by which functions call what comes first, where that is not "input"
 _FIRST = ("query", "tensors", "condition", "input1", "x1", "anchor", "tensor")
+# whose sizes and shifts torch also takes from tensors without dimensions
+_SIZED = frozenset(
+    (
+        *("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "roll"),
+        *("new_zeros", "new_ones", "new_empty", "split", "chunk", "pad"),
+    )
+)
 _RESHAPE_IN_PLACE = frozenset(
     (
         *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
         *("resize_", "resize_as_", "set_", "rename_"),
     )
 )
+
+
+def _number(value: Any) -> Any:
+    """A whole number that a tensor holds; anything else as it is."""
+    is_number = isinstance(value, torch.Tensor) and not value.dim() and _is_whole_number(value)
+    return int(value) if is_number else value
+
+
+def _is_whole_number(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def _written_back(name: str, args: Arguments, kwargs: Settings) -> Any:
@@ -386,7 +408,6 @@ def _summed(value: Any) -> Any:
     return value
 
 
-_SECOND = frozenset(("searchsorted",))  # where `input` is not the first argument
 _TORCHS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "tensors": "input"}
 _RENAMED = frozenset((*_TORCHS, "input"))
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
+from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -131,6 +132,47 @@ def check_fits(shape: Shape, other: Shape) -> None:
         raise RuntimeError(
             f"output with shape {list(shape)} doesn't match the broadcast shape {list(whole.shape)}"
         )
+
+
+def in_order(name: str, func: Any, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
+    """The same call with operands that are given by their names at their places.
+
+    Torch's functions in C++ take either, so each rule would have to know both.
+    """
+    best = len(args)
+    order: tuple[str, ...] = ()
+    for names in _operands(name, func):  # of overloads that fit, the one with the most operands
+        stop = len(args)
+        while stop < len(names) and names[stop] in kwargs:
+            stop += 1
+        if stop > best:
+            best, order = stop, names
+    if not order:
+        return args, kwargs
+    there = order[len(args) : best]
+    rest = {key: each for key, each in kwargs.items() if key not in there}
+    return (*args, *[kwargs[key] for key in there]), rest
+
+
+@lru_cache(maxsize=1024)
+def _operands(name: str, func: Any) -> tuple[tuple[str, ...], ...]:
+    """The names of the tensors and numbers that come first, for each overload of a function."""
+    if isinstance(func, FunctionType):  # written in Python, where torch orders them itself
+        return ()
+    found = []
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+        names = []
+        for each in schema.arguments:
+            if each.kwarg_only or str(each.type) not in _OF_OPERANDS:
+                break
+            names.append("input" if each.name == "self" else each.name)
+        if isinstance(func, MethodDescriptorType) and "input" in names:
+            names.sort(key="input".__ne__)  # of which the method is, as `x.where(condition, y)`
+        found.append(tuple(names))
+    return tuple(dict.fromkeys(found))
+
+
+_OF_OPERANDS = frozenset(("Tensor", "Optional[Tensor]", "List[Tensor]", "number"))
 
 
 @lru_cache(maxsize=64)

@@ -85,12 +85,14 @@ class _AttentionCall:
         self.p = float(given.get("dropout_p", 0.0))
         self.partition = check_partition(name, self.operands)
         self.seed = common_number(self.partition) if self.p > 0 else 0
-        ways = ways_of(self.operands, self.is_causal, self.groups)
-        # Transforms, forward mode and compilers look at torch's functions, of all keys.
+        # Transforms, forward mode and compilers look at torch's functions, of all keys, which are
+        # gathered however many there are.
         self.is_plain = in_transform() or is_compiling()
-        self.plan = next((each for each in ways if each.way == "gather"), ways[0])
-        if not self.is_plain:
-            self.plan = ways[0]
+        most = math.inf if self.is_plain else attention_plan.GATHERED
+        ways = ways_of(self.operands, self.is_causal, self.groups, most)
+        self.plan = ways[0]
+        if self.is_plain:
+            self.plan = next((each for each in ways if each.way == "gather"), ways[0])
 
     def result(self) -> Tensor:
         """What the function gives, as queries lie."""
@@ -222,13 +224,17 @@ class _AttentionCall:
 
 
 def ways_of(
-    operands: Sequence[torch.Tensor], is_causal: bool = False, groups: int = 1
+    operands: Sequence[torch.Tensor],
+    is_causal: bool = False,
+    groups: int = 1,
+    most: float | None = None,
 ) -> tuple[AttentionPlan, ...]:
-    """All ways for such operands, the best first."""
+    """All ways for such operands, the best first; `most` keys and values are gathered."""
     layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
     shapes = tuple(tuple(each.shape) for each in operands)
     partition = next(each for each in layouts if each is not None).partition
-    return plans(partition, shapes, layouts, is_causal, groups, attention_plan.GATHERED)
+    most = attention_plan.GATHERED if most is None else most
+    return plans(partition, shapes, layouts, is_causal, groups, most)
 
 
 def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tensor:

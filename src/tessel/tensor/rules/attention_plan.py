@@ -61,7 +61,7 @@ def plans(
     layouts: tuple[Layout | None, ...],
     is_causal: bool,
     groups: int,
-    most: int,
+    most: float,
 ) -> tuple[AttentionPlan, ...]:
     """All ways, the best first: that for which the fewest values travel, forward and backward."""
     given = AttentionPlanner(partition, shapes, layouts, is_causal, groups)
