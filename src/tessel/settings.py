@@ -26,10 +26,13 @@ KNOWN = (
         "TESSEL_TRANSPORT",
     ),
 )
-# by which mpirun and srun tell a process that it is one of their tasks
+# by which mpirun, srun and their like tell a process that it is one of their tasks
 OF_TASKS = (
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
-    *("SLURM_STEP_ID", "SLURM_STEPID"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"),
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    *("PMI_RANK", "PMI_SIZE", "PALS_RANKID", "PALS_SIZE", "ALPS_APP_PE"),
+    *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    *("SLURM_STEP_ID", "SLURM_STEPID", "PBS_NODENUM", "PBS_TASKNUM", "PBS_VNODENUM"),
 )
 _FOR_TESTS = "TESSEL_TEST_"  # names that tests may give to variables of their own
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; torch counts milliseconds

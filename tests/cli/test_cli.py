@@ -478,6 +478,17 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in text
 
 
+def test_the_doctor_does_not_call_a_task_that_cannot_join_a_world_of_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert main(["doctor", "--no-measure"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a script cannot join its job, see the findings" in said
+    assert "scripts cannot join their job" in said and "a world of one" not in said
+
+
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--no-measure"]) == 0
     told = json.loads(capsys.readouterr().out)

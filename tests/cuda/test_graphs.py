@@ -22,9 +22,10 @@ CASES = [("ResNet18", (8, 10), (2, 3, 64, 64)), ("UNet", (3, 4), (1, 1, 16, 16, 
 
 
 def converted(kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """A model on two workers, and this worker's parts of some inputs."""
+    """A model on all workers, and this worker's parts of some inputs."""
     torch.manual_seed(0)
-    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, *[1] * (len(shape) - 3)])
+    workers = tessel.world().size
+    P = tessel.world().create_cartesian_topology_partition([1, 1, workers, *[1] * (len(shape) - 3)])
     model = tessel.nn.distribute_module(getattr(models, kind)(*arguments), P).double().cuda()
     given = torch.Generator().manual_seed(1)
     whole = [torch.randn(shape, generator=given).double() for _ in range(4)]
@@ -96,12 +97,15 @@ def trained(captured: bool, kind: str, arguments: tuple[int, ...], shape: tuple[
     return {key: value.cpu() for key, value in model.state_dict().items()}, y, min(seconds)
 
 
-@pytest.mark.parametrize(("kind", "arguments", "shape"), CASES)
+@pytest.mark.parametrize(
+    ("nprocs", "kind", "arguments", "shape"),
+    [(2, *CASES[0]), (2, *CASES[1]), (4, *CASES[1])],
+)
 def test_a_captured_step_is_the_step(
-    kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]
+    nprocs: int, kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    eager = over_nccl(trained, 2, False, kind, arguments, shape)
-    replayed = over_nccl(trained, 2, True, kind, arguments, shape)
+    eager = over_nccl(trained, nprocs, False, kind, arguments, shape)
+    replayed = over_nccl(trained, nprocs, True, kind, arguments, shape)
     for (one, y, slow), (other, z, fast) in zip(eager, replayed, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():

@@ -78,14 +78,16 @@ def assert_alike(found: list[list[Tensor]]) -> None:
 
 
 def compiled(backend: str) -> list[Tensor]:
-    model, x = converted(grid(2))
+    model, x = converted(grid(tessel.world().size))
     return trained(torch.compile(model, fullgraph=True, backend=backend), x)
 
 
 @needs_compiler
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_models(backend: str) -> None:
-    assert_alike(over_nccl(compiled, 2, backend))
+@pytest.mark.parametrize(
+    ("nprocs", "backend"), [(2, "aot_eager"), (2, "inductor"), (4, "aot_eager")]
+)
+def test_compiled_models(nprocs: int, backend: str) -> None:
+    assert_alike(over_nccl(compiled, nprocs, backend))
 
 
 def traced(path: str) -> list[Tensor]:

@@ -96,7 +96,7 @@ def test_no_call_answers_another_after_a_time_limit(monkeypatch: pytest.MonkeyPa
 def model_with(hook: Callable[..., None]) -> torch.nn.Module:
     """Two convolutions over the workers, after the first of which one of them does something."""
     layer = torch.nn.Conv2d(2, 2, 3, padding=1)
-    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 1])
+    P = tessel.world().create_cartesian_topology_partition([1, 1, tessel.world().size, 1])
     model = nn.distribute_module(torch.nn.Sequential(layer, torch.nn.ReLU(), layer), P).cuda()
     assert float(model(images()).sum()) != 0.0
 
@@ -135,15 +135,17 @@ def use_a_model(hook: Callable[..., None], asks: bool) -> tuple[str, float, list
     return said, seconds, numbers()
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_worker_that_raises(asks: bool) -> None:
-    (first, seconds, then), (second, _, later) = over_nccl(use_a_model, 2, fail, asks)
+@pytest.mark.parametrize(("nprocs", "asks"), [(2, True), (2, False), (4, True)])
+def test_a_worker_that_raises(nprocs: int, asks: bool) -> None:
+    found = over_nccl(use_a_model, nprocs, fail, asks)
+    second, _, later = found.pop(1)
     assert "KeyError" in second and "my own mistake" in second
-    assert seconds < SOON
-    if not asks:  # the result is there, and never complete: the next call says so
-        first, then = then[0], then[1:]
-    assert first.startswith("WorkerLost") and "my own mistake" in first, first
-    assert_broken([then, later[1:]])
+    for first, seconds, then in found:
+        assert seconds < SOON
+        if not asks:  # the result is there, and never complete: the next call says so
+            first, then = then[0], then[1:]
+        assert first.startswith("WorkerLost") and "my own mistake" in first, first
+        assert_broken([then, later[1:]])
 
 
 def test_a_worker_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,13 +188,15 @@ def other_order() -> tuple[str, float, list[str]]:
     return said, seconds, numbers()
 
 
-def test_calls_in_another_order() -> None:
-    found = over_nccl(other_order, 2)
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_calls_in_another_order(nprocs: int) -> None:
+    found = over_nccl(other_order, nprocs)
     for said, seconds, _ in found:
         assert "Error" in said or said.startswith("WorkerLost"), found
         assert seconds < SOON, found
-    (_, _, first), (_, _, second) = found
-    assert first == second or {each[:10] for each in (*first, *second)} == {"WorkerLost"}, found
+    (_, _, first), *others = found
+    alike = all(other == first for _, _, other in others)
+    assert alike or {each[:10] for _, _, other in found for each in other} == {"WorkerLost"}, found
 
 
 def skip_a_backward() -> tuple[str, float, list[str]]:
@@ -228,7 +232,14 @@ def test_a_killed_worker() -> None:
     assert time.monotonic() - begin < 60.0
 
 
-def train_in_halves(dtype: torch.dtype) -> list[float]:
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def train_in_all() -> list[list[float]]:
+    return [train_in(dtype) for dtype in DTYPES]
+
+
+def train_in(dtype: torch.dtype) -> list[float]:
     """The losses of a converted model under autocast, with a scaler for fp16."""
     torch.manual_seed(0)
     P = tessel.world().create_cartesian_topology_partition([1, 1, dist.get_world_size(), 1])
@@ -255,9 +266,11 @@ def train_in_halves(dtype: torch.dtype) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_training_in_halves(dtype: torch.dtype) -> None:
-    first, second = over_nccl(train_in_halves, 2, dtype)
-    exact, _ = over_nccl(train_in_halves, 2, torch.float32)
-    assert first == second and first[-1] < first[0]
-    assert first == pytest.approx(exact, rel=0.02)
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_training_in_halves(nprocs: int) -> None:
+    found = over_nccl(train_in_all, nprocs)
+    assert all(each == found[0] for each in found)
+    exact, *_ = found[0]
+    for losses in found[0]:
+        assert losses[-1] < losses[0]
+        assert losses == pytest.approx(exact, rel=0.02)

@@ -24,7 +24,10 @@ from tessel.settings import OF_TASKS
 from tessel.transport import launchers, world
 from tessel.transport.launchers import (
     FIRST_PORT,
+    FLUX,
+    JSRUN,
     MPICH,
+    MVAPICH,
     NUM_PORTS,
     OPEN_MPI,
     SLURM,
@@ -53,6 +56,34 @@ OF_MPICH = {
     "PMI_RANK": "2",
     "PMI_SIZE": "4",
 }
+OF_MVAPICH = {
+    "MV2_COMM_WORLD_LOCAL_RANK": "2",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+    "MV2_COMM_WORLD_RANK": "2",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "PMI_ID": "2",
+    "PMI_SIZE": "4",  # and no PMI_RANK, of mpirun_rsh
+}
+OF_JSRUN = {
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+    "JSM_NAMESPACE_RANK": "1",
+    "JSM_NAMESPACE_SIZE": "4",
+    "LSB_JOBID": "12",
+    "PMIX_NAMESPACE": "12-1",
+    "PMIX_RANK": "1",
+}
+OF_FLUX = {
+    "FLUX_JOB_ID": "f123",
+    "FLUX_JOB_NNODES": "1",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "3",
+    "FLUX_TASK_RANK": "3",
+    "PMI_FD": "6",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+OF_PBS = {"PBS_JOBID": "1.server", "PBS_NODENUM": "0", "PBS_TASKNUM": "1", "PBS_VNODENUM": "0"}
 OF_BATCH = {  # the script of sbatch: it has a number, but is no task
     "SLURM_GTIDS": "0",
     "SLURM_JOB_ID": "3",
@@ -114,6 +145,20 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
             "x1000c0",
         ),
         (OF_SRUN, SLURM, (3, 4), (1, 2), "node01"),
+        (
+            {"PALS_RANKID": "5", "PALS_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+            | {"MASTER_ADDR": "x1000c0"},
+            MPICH,
+            (5, 8),
+            (1, 4),
+            "x1000c0",
+        ),
+        (OF_MVAPICH, MVAPICH, (2, 4), (2, 4), "127.0.0.1"),
+        (OF_SRUN | OF_DAEMON | OF_MVAPICH, MVAPICH, (2, 4), (2, 4), "127.0.0.1"),
+        (OF_JSRUN, JSRUN, (1, 4), (1, 4), "127.0.0.1"),
+        (OF_JSRUN | OF_OPEN_MPI, OPEN_MPI, (1, 4), (1, 4), "127.0.0.1"),  # of Spectrum MPI
+        (OF_FLUX, FLUX, (3, 4), (3, 4), "127.0.0.1"),
+        (OF_FLUX | OF_MPICH, MPICH, (2, 4), (2, 4), "127.0.0.1"),  # mpirun within one of its tasks
         (OF_SRUN | ON_ONE_HOST, SLURM, (3, 4), (3, 4), "127.0.0.1"),
         (OF_SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, SLURM, (3, 4), (1, 2), "node01"),  # pmi2
         (without(OF_SRUN, "SLURM_STEP_NUM_TASKS"), SLURM, (3, 4), (1, 2), "node01"),
@@ -163,7 +208,17 @@ def test_jobs(
         OF_OPEN_MPI | {"TESSEL_LAUNCHER": "none"},
         OF_OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         OF_MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
-        {"PBS_JOBID": "1.server", "PBS_NP": "8", "PBS_VNODENUM": "0", "PBS_TASKNUM": "1"},
+        OF_PBS | {"PBS_NP": "8"},  # a script of qsub
+        OF_PBS | {"PBS_NP": "1", "PBS_TASKNUM": "2"},
+        OF_PBS | {"PBS_TASKNUM": "3", "TESSEL_LAUNCHER": "none"},
+        {"WORLD_SIZE": "1"},
+        {"RANK": "0"},
+        {"RANK": "sergeant"},
+        {"WORLD_SIZE": "4", "TESSEL_LAUNCHER": "none"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "12"},  # prterun -n 1
+        {"ALPS_APP_PE": "0"},
+        OF_JSRUN | {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"},
+        OF_FLUX | {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
 )
 def test_worlds_of_one(environ: dict[str, str]) -> None:
@@ -175,7 +230,9 @@ def size_of_world() -> int:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("environ", [OF_OPEN_MPI, OF_MPICH, OF_SRUN])
+@pytest.mark.parametrize(
+    "environ", [OF_OPEN_MPI, OF_MPICH | OF_MVAPICH | OF_JSRUN | OF_FLUX | OF_PBS, OF_SRUN]
+)
 def test_workers_of_a_task_are_no_tasks(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +271,22 @@ SEVERAL_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         (OF_SRUN | {"RANK": "0"}, "RANK is 0, but srun says 3; unset it"),
         (OF_SRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT must be from 1 to 65535, got 70000"),
         (OF_SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
-        (OF_SRUN | {"TESSEL_LAUNCHER": "ssh"}, "must be one of auto, none, openmpi, mpich, slurm"),
+        (
+            OF_SRUN | {"TESSEL_LAUNCHER": "ssh"},
+            "must be one of auto, none, openmpi, mvapich, mpich, jsrun, flux, slurm, got 'ssh'",
+        ),
+        (OF_FLUX | {"FLUX_JOB_NNODES": "2"}, "flux run has started 4 tasks, on several hosts or"),
+        (OF_JSRUN | {"JSM_NAMESPACE_LOCAL_SIZE": "2"}, "-E MASTER_ADDR=…, or TESSEL_LAUNCHER=none"),
+        ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_RANK is not set; set RANK"),
+        ({"JSM_NAMESPACE_SIZE": "4"}, "JSM_NAMESPACE_RANK is not set; set RANK"),
+        ({"FLUX_JOB_SIZE": "4"}, "FLUX_TASK_RANK is not set; set RANK"),
+        ({"PALS_SIZE": "4"}, "PALS_SIZE=4 says that mpirun of MPICH or Intel MPI has started"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 says that this is one of several tasks, but RANK is"),
+        ({"RANK": "2"}, "RANK=2 says that this is one of several tasks, but WORLD_SIZE is not set"),
+        ({"PMIX_RANK": "2", "PMIX_NAMESPACE": "12"}, "PMIx does not say of how many; set RANK"),
+        ({"ALPS_APP_PE": "2"}, "aprun does not say of how many; set RANK"),
+        (OF_PBS | {"PBS_TASKNUM": "3", "PBS_NP": "8"}, "PBS_TASKNUM=3 says that this is one of"),
+        (OF_PBS | {"PBS_VNODENUM": "2"}, "start tasks with mpirun; set RANK, WORLD_SIZE"),
         (OF_BATCH | {"TESSEL_LAUNCHER": "slurm"}, "the variables of srun are not set"),
     ],
 )

@@ -246,6 +246,10 @@ def test_mpi_on_some_workers_is_refused_on_all(run: Any) -> None:
             "",
         ),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, False, "by mpirun"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "PMI_FD": "3"}, False, "by mpirun"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "PMI_FD": "3"}, True, ""),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"}, False, "has not started"),
+        ({"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "4", "PMI_FD": "3"}, False, "another"),
     ],
 )
 def test_what_keeps_from_mpi_is_known_before_it_starts(

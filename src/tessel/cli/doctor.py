@@ -160,6 +160,9 @@ def facts_table(facts: Facts) -> Table:
     """What the machine offers, a line each."""
     shared, free = facts.shared_memory, facts.memory_available
     threads = f"{facts.torch_threads} in torch; OMP_NUM_THREADS is "
+    launcher = "none: a script is a world of one"
+    if facts.launch_problem is not None:
+        launcher = "a script cannot join its job, see the findings"
     lines = {
         "tessel": facts.tessel,
         "torch": facts.torch,
@@ -175,7 +178,7 @@ def facts_table(facts: Facts) -> Table:
         "open files": f"{facts.open_files} per process",
         "host": f"{facts.hostname} ({facts.host_address or 'does not resolve'})",
         "interfaces": ", ".join(facts.interfaces),
-        "launcher": facts.launched or "none: a script is a world of one",
+        "launcher": facts.launched or launcher,
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=True)
     table.add_column(style="cyan", no_wrap=True)

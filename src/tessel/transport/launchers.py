@@ -1,4 +1,4 @@
-"""Launchers: how `srun` and `mpirun` tell each task its number, and where their tasks meet.
+"""Launchers: how `srun`, `mpirun` and their like tell each task its number, and where tasks meet.
 
 `torchrun` and `tessel run` set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Other launchers have
 variables of their own for the first two, and say nothing of a meeting point: it is derived from
@@ -69,14 +69,41 @@ OPEN_MPI = Launcher(
     local_workers=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
+MVAPICH = Launcher(
+    "mvapich",
+    "mpirun of MVAPICH",
+    rank=("MV2_COMM_WORLD_RANK",),
+    workers=("MV2_COMM_WORLD_SIZE",),
+    local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+    local_workers=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    job=("PMI_JOBID",),
+)
 MPICH = Launcher(  # Intel MPI and others have the same process manager, Hydra; Cray's has PALS
     "mpich",
     "mpirun of MPICH or Intel MPI",
-    rank=("PMI_RANK",),
-    workers=("PMI_SIZE",),
-    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    local_workers=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    rank=("PMI_RANK", "PALS_RANKID"),
+    workers=("PMI_SIZE", "PALS_SIZE"),
+    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+    local_workers=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
     job=("PMI_JOBID", "PALS_APID"),
+)
+JSRUN = Launcher(
+    "jsrun",
+    "jsrun",
+    rank=("JSM_NAMESPACE_RANK",),
+    workers=("JSM_NAMESPACE_SIZE",),
+    local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+    local_workers=("JSM_NAMESPACE_LOCAL_SIZE",),
+    job=("PMIX_NAMESPACE", "LSB_JOBID"),
+)
+FLUX = Launcher(
+    "flux",
+    "flux run",
+    rank=("FLUX_TASK_RANK",),
+    workers=("FLUX_JOB_SIZE",),
+    local_rank=("FLUX_TASK_LOCAL_ID",),
+    local_workers=(),  # all of them if there is one host, see `_local`
+    job=("FLUX_JOB_ID",),
 )
 SLURM = Launcher(
     "slurm",
@@ -89,8 +116,20 @@ SLURM = Launcher(
 )
 # MPI first: where mpirun runs in a job of SLURM, it starts its daemons by srun, one for each host,
 # and what their variables say is passed on to the tasks.
-LAUNCHERS = (OPEN_MPI, MPICH, SLURM)
+LAUNCHERS = (OPEN_MPI, MVAPICH, MPICH, JSRUN, FLUX, SLURM)
 CHOICES = ("auto", "none", *(each.name for each in LAUNCHERS))
+# Variables of launchers that say neither how many tasks there are nor where they meet, or of those
+# who forgot the other half: from which number on a process is one of several. Scripts of PBS are
+# task 1 on node 0, and tasks of pbsdsh are counted from there.
+_ONE_OF_SEVERAL = {
+    "WORLD_SIZE": (2, "RANK is not set"),
+    "RANK": (1, "WORLD_SIZE is not set"),
+    "PMIX_RANK": (1, "PMIx does not say of how many"),
+    "ALPS_APP_PE": (1, "aprun does not say of how many"),
+    "PBS_VNODENUM": (1, "pbsdsh gives no numbers from 0 on; start tasks with mpirun"),
+    "PBS_NODENUM": (1, "pbsdsh gives no numbers from 0 on; start tasks with mpirun"),
+    "PBS_TASKNUM": (2, "pbsdsh gives no numbers from 0 on; start tasks with mpirun"),
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +183,7 @@ class LaunchedJob:
 
 
 def find_job(environ: Environ) -> LaunchedJob | None:
-    """The job of several tasks that srun or mpirun has started this process for, if any.
+    """The job of several tasks that srun, mpirun or the like has started this process for, if any.
 
     Whether torchrun's variables are set is the caller's question: they come before all others.
 
@@ -162,6 +201,7 @@ def find_job(environ: Environ) -> LaunchedJob | None:
     """
     launcher = find_launcher(environ)
     if launcher is None:
+        _check_alone(environ)
         return None
     rank, workers = task_of(environ, launcher)
     if rank is None or workers is None:
@@ -183,7 +223,9 @@ def find_job(environ: Environ) -> LaunchedJob | None:
         return None
     local_rank, local_workers = _number(environ, launcher.local_rank), _local(environ, launcher)
     if local_workers is not None:
-        names = launcher.local_workers or _LISTS_OF_TASKS
+        names = launcher.local_workers or (
+            launcher.workers if launcher is FLUX else _LISTS_OF_TASKS
+        )
         _check(environ, 0 < local_workers <= workers, launcher, names, launcher.workers)
         if local_rank is not None:
             _check(environ, local_rank < local_workers, launcher, launcher.local_rank, names)
@@ -222,14 +264,24 @@ def find_launcher(environ: Environ) -> Launcher | None:
                 f"{CHOICE} is {choice}, but the variables of {chosen.command} are not set; unset it"
             )
         return chosen
-    if {MPICH, SLURM} <= {*present}:
-        # srun --mpi=pmi2 sets both alike, and SLURM's say more
-        same = all(
-            _number(environ, getattr(MPICH, each)) == _number(environ, getattr(SLURM, each))
-            for each in ("rank", "workers")
-        )
-        return SLURM if same and OPEN_MPI not in present else present[0]
+    if present[:1] == [MPICH]:
+        # srun --mpi=pmi2 and flux run set PMI's alike, and their own say more
+        alike = [each for each in present if task_of(environ, each) == task_of(environ, MPICH)]
+        return alike[-1]
     return present[0] if present else None
+
+
+def _check_alone(environ: Environ) -> None:
+    """Raise if a process without a launcher that is known is one of several tasks all the same."""
+    if environ.get(CHOICE) == "none":
+        return
+    for name, (first, lacks) in _ONE_OF_SEVERAL.items():
+        said = environ.get(name, "")
+        is_numbered = said.isascii() and said.isdigit() and int(said) >= first
+        if is_numbered and not (name.startswith("PBS_") and environ.get("PBS_NP") == "1"):
+            raise ValueError(
+                f"{name}={said} says that this is one of several tasks, but {lacks}; {_WAY_OUT}"
+            )
 
 
 def task_of(environ: Environ, launcher: Launcher) -> tuple[int | None, int | None]:
@@ -277,6 +329,8 @@ _LISTS_OF_TASKS = ("SLURM_GTIDS", "SLURM_STEP_TASKS_PER_NODE")
 
 def _local(environ: Environ, launcher: Launcher) -> int | None:
     """How many tasks this host has."""
+    if launcher is FLUX:
+        return _number(environ, FLUX.workers) if environ.get("FLUX_JOB_NNODES") == "1" else None
     if launcher is not SLURM:
         return _number(environ, launcher.local_workers)
     if environ.get("SLURM_GTIDS"):  # the numbers of the tasks of this host
@@ -302,8 +356,10 @@ def _name(environ: Environ, launcher: Launcher, is_on_one_host: bool) -> str:
         words += [environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in environ]
     if len(words) == 1:
         words += [environ[name] for name in ("PBS_JOBID",) if name in environ]
-    if launcher is MPICH and is_on_one_host:  # which gives no name, but one parent to all
-        words += _ancestor("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap_pro", "mpiexec.hydra")
+    if launcher in (MVAPICH, MPICH) and is_on_one_host:  # no name, but one parent for all
+        words += _ancestor(
+            *("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap_pro", "mpiexec.hydra", "mpispawn")
+        )
     return " ".join(words)
 
 
@@ -345,7 +401,10 @@ def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host:
             words = []
         if words:
             return words[0]
-    passed = {"openmpi": "-x MASTER_ADDR=…", "mpich": "-genv MASTER_ADDR …"}.get(launcher.name)
+    passed = {
+        **{"openmpi": "-x MASTER_ADDR=…", "mpich": "-genv MASTER_ADDR …"},
+        **{"jsrun": "-E MASTER_ADDR=…", "flux": "--env=MASTER_ADDR=…"},
+    }.get(launcher.name)
     raise ValueError(
         f"{launcher.command} has started {workers} tasks, on several hosts or on an unknown "
         "number of them, and their meeting point is unknown: set MASTER_ADDR to an address of "

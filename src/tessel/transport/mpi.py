@@ -28,7 +28,16 @@ from tessel.machine import usable_cores
 from tessel.transport.backoff import SPINS_FOR_HOSTS, YIELDS
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.host import USUAL_LIMIT, Host
-from tessel.transport.launchers import MPICH, OPEN_MPI, SLURM, find_launcher, task_of
+from tessel.transport.launchers import (
+    FLUX,
+    JSRUN,
+    MPICH,
+    MVAPICH,
+    OPEN_MPI,
+    SLURM,
+    find_launcher,
+    task_of,
+)
 from tessel.transport.request import Key, OutOfStep
 from tessel.transport.watch import Wait, Watch
 from tessel.transport.wire import AGREEMENT, as_bytes, packed
@@ -38,7 +47,10 @@ SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 2e-4, 100  # seconds; after how ma
 # One of these mpirun sets for a process that it has started; those that a user can set are others.
 _SIGNS_OF_SERVER = {
     OPEN_MPI: ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    MVAPICH: ("PMI_FD", "PMI_PORT"),
     MPICH: ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PALS_APID"),
+    JSRUN: ("PMIX_NAMESPACE",),
+    FLUX: ("PMIX_NAMESPACE", "PMI_FD"),
     SLURM: ("PMIX_NAMESPACE", "PMI_FD", "PMI_JOBID"),
 }
 WAY_OUT = "TESSEL_TRANSPORT=shared sends by Gloo between hosts"
@@ -78,7 +90,7 @@ def why_not(environ: Mapping[str, str], rank: int, workers: int, is_asked_for: b
         launcher = find_launcher(environ)
     except ValueError as error:  # which torchrun's variables make nobody look at
         return str(error)
-    if launcher is None or (launcher is SLURM and not is_asked_for):
+    if launcher is None or (launcher in (FLUX, SLURM) and not is_asked_for):
         return "this process was not started by mpirun"
     if not any(environ.get(name) for name in _SIGNS_OF_SERVER[launcher]):
         return f"the variables of {launcher.command} are set, but it has not started this process"

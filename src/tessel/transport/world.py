@@ -54,9 +54,10 @@ def launched_task() -> tuple[int, int]:
     """The number of this process, and how many there are, as its launcher says before they meet."""
     if is_distributed():
         return this_worker(), num_workers()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
     job = find_job(os.environ)
-    given = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
-    return given if job is None else (job.rank, job.workers)
+    return (0, 1) if job is None else (job.rank, job.workers)
 
 
 def join(backend: str | None = None) -> bool:
