@@ -271,10 +271,13 @@ def hidden_from_some() -> str:
         prior = DistributedPrior(ctx, lambda x: scale * x, "basic", (1, 1, 4, 4), settings)
         with pytest.raises(ValueError) as error:
             prior.prox(torch.zeros(1, 1, 4, 4))
+        prior = DistributedPrior(ctx, lambda x: x[5], "basic", (1, 1, 4, 4), settings)
+        with torch.no_grad(), pytest.raises(ValueError, match="prox, which raised IndexError: "):
+            prior.prox(torch.zeros(1, 1, 4, 4))
         return str(error.value)
 
 
-def test_a_hidden_parameter_is_noticed_by_all(run: Run) -> None:
+def test_what_a_prior_does_wrong_is_noticed_by_all(run: Run) -> None:
     for text in run(hidden_from_some, nprocs=3):
         assert "pass it in shared={...} of DistributedPrior" in text
 

@@ -42,6 +42,7 @@ from tessel.imaging.parameters import (
     state_of,
     unshared_leaf,
 )
+from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.tiling import Tiling, tiling_of
 
@@ -105,7 +106,8 @@ class DistributedPrior:
         self.prior = prior
         self.shared = dict(shared or {})
         self._users = prior, self.shared
-        self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
+        # calls, and whether gradients were on, of which all workers agreed that nothing was wrong
+        self._checked: set[tuple[str, bool]] = set()
         self._agreements: dict[str, Agreement[TensorMeta]] = {}
         name = type(prior).__name__
         ctx.check_same_state(state_of(self._users), f"DistributedPrior: the prior {name}")
@@ -171,14 +173,21 @@ class DistributedPrior:
             args, settings = copies.instead((args, settings))
         read, tiling = self._read.apply(x), self.tiling if gather else self._in_place
         problems: list[str] = []
-        with computing_with(copies, self._users) as parameters:
-            made = partial(self._made, function, args, settings, problems)
-            written = tiling.put_together(made, read, self.local_indices)
         # At the first call all workers raise or none does: one without patches finds nothing
         # itself. Later calls cost no message, and the worker that finds something raises.
+        mode = said, torch.is_grad_enabled()
+        is_new = mode not in self._checked
+        try:
+            with computing_with(copies, self._users) as parameters:
+                made = partial(self._made, function, args, settings, problems)
+                written = tiling.put_together(made, read, self.local_indices)
+        except MISFITS as error:
+            if is_new:
+                agree(layout.partition, f"{said}, which raised {type(error).__name__}: {error}")
+            raise
         problem = problems[0] if problems else ""
-        if torch.is_grad_enabled() and said not in self._checked:
-            self._checked.add(said)
+        if is_new:
+            self._checked.add(mode)
             agree(layout.partition, f"{said} {problem}")
         if problem:
             raise ValueError(problem)
