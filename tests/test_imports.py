@@ -411,6 +411,24 @@ def test_tests_mirror_the_tree() -> None:
     assert len(names) == len(set(names)), "workers import a test file by its name alone"
 
 
+def test_each_module_is_named_by_a_test_file() -> None:
+    """By its name, or by a sentence of its docstring: "Tests `core/move.py`, `core/plan.py`."."""
+    tests = Path(__file__).parent
+    stems = {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}
+    named = set()
+    for path in tests.rglob("*.py"):
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for sentence in re.findall(r"^Tests (`.*?)\.$", said, re.DOTALL | re.MULTILINE):
+            named |= {*re.findall(r"`(\S+)`", sentence)}
+    modules = {
+        str(path.relative_to(SOURCE)): path.stem
+        for module, path in MODULES.items()
+        if path.name not in ("__init__.py", "__main__.py") and component(module) != "examples"
+    }
+    assert sorted(named - {*modules}) == [], "there are no such modules"
+    assert [f for f, stem in modules.items() if stem not in stems and f not in named] == []
+
+
 def test_a_class_has_a_name_of_its_own() -> None:
     """Also of those that are private: a reader who looks for one finds one."""
     homes: dict[str, list[str]] = {}

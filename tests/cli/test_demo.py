@@ -1,4 +1,8 @@
-"""`tessel demo`: what it prints and draws, and that it fails when a number is wrong."""
+"""`tessel demo`: what it prints and draws, and that it fails when a number is wrong.
+
+Tests `cli/demo.py`, `cli/demos/movements.py`, `cli/demos/unet.py`, `cli/demos/fourier.py`,
+`cli/demos/classes.py`, `cli/demos/deblur.py`, `cli/demos/report.py`.
+"""
 
 from __future__ import annotations
 
