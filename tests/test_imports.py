@@ -325,6 +325,12 @@ def test_reading_makes_no_group() -> None:
     assert not wrong, wrong
 
 
+def test_no_banners() -> None:
+    """A comment says why; what a file is divided into is said by its names."""
+    banner = re.compile(r"^\s*# ?--", re.MULTILINE)
+    assert [str(path) for path in FILES if banner.search(path.read_text())] == []
+
+
 def test_no_module_loses_the_builtin_slice() -> None:
     bound = [
         name_of(path)
