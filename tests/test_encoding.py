@@ -1,4 +1,7 @@
-"""Encoding: values come back as they were, and bytes of strangers are values or errors."""
+"""Encoding: values come back as they were, and bytes of strangers are values or errors.
+
+Tests `encoding.py`, `transport/wire.py`.
+"""
 
 import contextlib
 import math

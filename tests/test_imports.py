@@ -325,6 +325,12 @@ def test_reading_makes_no_group() -> None:
     assert not wrong, wrong
 
 
+def test_no_banners() -> None:
+    """A comment says why; what a file is divided into is said by its names."""
+    banner = re.compile(r"^\s*# ?--", re.MULTILINE)
+    assert [str(path) for path in FILES if banner.search(path.read_text())] == []
+
+
 def test_no_module_loses_the_builtin_slice() -> None:
     bound = [
         name_of(path)
@@ -409,6 +415,24 @@ def test_tests_mirror_the_tree() -> None:
     assert packages <= {path.name for path in tests.iterdir() if path.is_dir()}
     names = [path.name for path in tests.rglob("*.py")]
     assert len(names) == len(set(names)), "workers import a test file by its name alone"
+
+
+def test_each_module_is_named_by_a_test_file() -> None:
+    """By its name, or by a sentence of its docstring: "Tests `core/move.py`, `core/plan.py`."."""
+    tests = Path(__file__).parent
+    stems = {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}
+    named = set()
+    for path in tests.rglob("*.py"):
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for sentence in re.findall(r"^Tests (`.*?)\.$", said, re.DOTALL | re.MULTILINE):
+            named |= {*re.findall(r"`(\S+)`", sentence)}
+    modules = {
+        str(path.relative_to(SOURCE)): path.stem
+        for module, path in MODULES.items()
+        if path.name not in ("__init__.py", "__main__.py") and component(module) != "examples"
+    }
+    assert sorted(named - {*modules}) == [], "there are no such modules"
+    assert [f for f, stem in modules.items() if stem not in stems and f not in named] == []
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

@@ -1,4 +1,7 @@
-"""Environment variables: each is right, or named in one sentence; misspelt ones warn."""
+"""Environment variables: each is right, or named in one sentence; misspelt ones warn.
+
+Tests `settings.py`, `limits.py`.
+"""
 
 import datetime
 import re

@@ -1,4 +1,7 @@
-"""Pictures of layouts and movements: no box hides another, and every movement can be drawn."""
+"""Pictures of layouts and movements: no box hides another, and every movement can be drawn.
+
+Tests `viz.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Arguments of the command line: any of them are understood, or refused with exit code 2."""
+"""Arguments of the command line: any of them are understood, or refused with exit code 2.
+
+Tests `cli/run.py`, `cli/plan.py`, `cli/demo.py`, `cli/doctor.py`, `cli/bench.py`.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,7 @@
-"""The harness of the benchmarks, and `tessel bench`."""
+"""The harness of the benchmarks, and `tessel bench`.
+
+Tests `cli/bench.py`.
+"""
 
 from __future__ import annotations
 

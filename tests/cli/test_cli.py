@@ -1,4 +1,8 @@
-"""The command line: every way in which a run can end, the doctor's findings."""
+"""The command line: every way in which a run can end, the doctor's findings.
+
+Tests `cli/run.py`, `cli/worker.py`, `cli/rendezvous.py`, `cli/stragglers.py`, `cli/doctor.py`,
+`cli/checks.py`, `cli/facts.py`, `cli/measure.py`, `version.py`, `machine.py`.
+"""
 
 import dataclasses
 import inspect

@@ -1,10 +1,16 @@
-"""`tessel demo`: what it prints and draws, and that it fails when a number is wrong."""
+"""`tessel demo`: what it prints and draws, and that it fails when a number is wrong.
+
+Tests `cli/demo.py`, `cli/demos/movements.py`, `cli/demos/unet.py`, `cli/demos/fourier.py`,
+`cli/demos/classes.py`, `cli/demos/deblur.py`, `cli/demos/report.py`.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,8 +22,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import tessel
 from tessel.cli import main
-from tessel.cli.demos import DEMOS, classes, deblur, fourier, movements, unet
+from tessel.cli.demos import classes, deblur, demos, fourier, movements, unet
 from tessel.cli.demos.movements import Row
 from tessel.cli.demos.report import Report
 from tessel.core import boxes
@@ -35,7 +42,7 @@ def silent(text: str) -> None:
 
 def reported(name: str, size: int) -> list[Report]:
     """The reports of a demo, on a worker of the pool."""
-    (demo,) = [each for each in DEMOS if each.__name__.endswith(f".{name}")]
+    (demo,) = [each for each in demos() if each.__name__.endswith(f".{name}")]
     return demo.run(size, silent)
 
 
@@ -50,7 +57,7 @@ def shown(report: Report) -> str:
 @pytest.fixture(scope="module")
 def alone(pool: Any) -> list[Report]:
     """The reports of a small demo on one worker."""
-    names = [demo.__name__.rpartition(".")[2] for demo in DEMOS]
+    names = [demo.__name__.rpartition(".")[2] for demo in demos()]
     return [report for name in names for report in pool.run(reported, name, 8, nprocs=1)[0]]
 
 
@@ -263,3 +270,24 @@ def spoiled() -> list[str]:
         patch.setattr(deblur.deblur.solvers, "PSNR", lambda *args: lambda x: 20.0)
         reports = [each for demo in (fourier, classes, deblur) for each in demo.run(8, silent)]
     return [title for report in reports for title in report.wrong]
+
+
+@pytest.mark.slow
+def test_a_copy_of_src_has_all_other_commands(tmp_path: Path) -> None:
+    """`src/tessel/examples` is a link out of it."""
+    source = Path(tessel.__file__).parent
+    shutil.copytree(source, tmp_path / "tessel", ignore=shutil.ignore_patterns("examples"))
+    command = [sys.executable, "-m", "tessel"]
+    for arguments, code, text in (
+        (["plan", "--shape", "8,8", "--workers", "2"], 0, "workers"),
+        (["demo"], 2, "the demos need the folder examples/"),
+    ):
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == code and text in done.stdout + done.stderr, done

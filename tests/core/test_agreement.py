@@ -1,4 +1,7 @@
-"""What workers hear of each other, and that all of them raise or none does."""
+"""What workers hear of each other, and that all of them raise or none does.
+
+Tests `core/agreement.py`, `core/checksum.py`.
+"""
 
 from __future__ import annotations
 

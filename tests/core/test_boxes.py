@@ -1,4 +1,7 @@
-"""Boxes: integers against counting by hand."""
+"""Boxes: integers against counting by hand.
+
+Tests `core/boxes.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Process groups are made by constructors and by `prepare`, never by reading a property."""
+"""Process groups are made by constructors and by `prepare`, never by reading a property.
+
+Tests `core/partition.py`, `core/linop.py`.
+"""
 
 from __future__ import annotations
 

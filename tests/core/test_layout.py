@@ -1,4 +1,7 @@
-"""Layouts: boxes, shapes and inner products against the reference."""
+"""Layouts: boxes, shapes and inner products against the reference.
+
+Tests `core/layout.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Movements that write into a tensor of the caller's."""
+"""Movements that write into a tensor of the caller's.
+
+Tests `core/move.py`.
+"""
 
 from __future__ import annotations
 

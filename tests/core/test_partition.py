@@ -1,4 +1,7 @@
-"""Worlds and partitions: any workers, in any order, active or not."""
+"""Worlds and partitions: any workers, in any order, active or not.
+
+Tests `core/partition.py`, `transport/mesh.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shared values: parameters that all workers use, and sums that all workers get."""
+"""Shared values: parameters that all workers use, and sums that all workers get.
+
+Tests `core/shared.py`, `core/numbers.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Windows: which inputs each output reads, against sliding a window over a tensor of indices."""
+"""Windows: which inputs each output reads, against sliding a window over a tensor of indices.
+
+Tests `core/windows.py`, `nn/mixins.py`.
+"""
 
 from __future__ import annotations
 

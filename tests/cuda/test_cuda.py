@@ -1,4 +1,7 @@
-"""CUDA tensors in one process, and in several that share a GPU without NCCL."""
+"""CUDA tensors in one process, and in several that share a GPU without NCCL.
+
+Tests `transport/device_exchange.py`, `transport/mailbox.py`, `transport/wire.py`.
+"""
 
 from __future__ import annotations
 

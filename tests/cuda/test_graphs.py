@@ -1,4 +1,7 @@
-"""A training step with NCCL inside, captured in a CUDA graph and replayed."""
+"""A training step with NCCL inside, captured in a CUDA graph and replayed.
+
+Tests `nn/convert.py`, `transport/group.py`.
+"""
 
 from __future__ import annotations
 

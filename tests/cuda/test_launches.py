@@ -1,4 +1,7 @@
-"""What a training step asks of a GPU, as benchmarks/launches.py counts it."""
+"""What a training step asks of a GPU, as benchmarks/launches.py counts it.
+
+Tests `nn/convert.py`, `core/move.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models on several NCCL workers as people use them: compiled, traced, replicated, sharded."""
+"""Models on several NCCL workers as people use them: compiled, traced, replicated, sharded.
+
+Tests `nn/convert.py`, `nn/wrapped.py`.
+"""
 
 from __future__ import annotations
 

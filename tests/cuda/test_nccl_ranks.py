@@ -3,6 +3,8 @@
 NCCL refuses two workers of the same host on the same GPU. Where there are fewer GPUs than workers,
 each of them says that it is a host of its own, and they talk over sockets of the loopback
 interface: real NCCL with real streams, in which a wrong order of calls hangs. Times mean nothing.
+
+Tests `transport/group.py`, `transport/device_wait.py`, `transport/wire.py`.
 """
 
 from __future__ import annotations

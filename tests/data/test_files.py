@@ -1,4 +1,7 @@
-"""`tessel.save` and `load`: what is read is what was written, whole or not at all."""
+"""`tessel.save` and `load`: what is read is what was written, whole or not at all.
+
+Tests `data/files.py`, `data/formats.py`, `data/zarr_format.py`, `data/checkpoint_format.py`.
+"""
 
 from __future__ import annotations
 

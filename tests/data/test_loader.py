@@ -1,4 +1,7 @@
-"""Loaders: batches are those of one process, in any layout, and all workers raise or none."""
+"""Loaders: batches are those of one process, in any layout, and all workers raise or none.
+
+Tests `data/loader.py`, `data/dataset.py`, `data/sampler.py`.
+"""
 
 from __future__ import annotations
 

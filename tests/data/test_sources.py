@@ -1,4 +1,7 @@
-"""Sources give what numpy's slices give, open files in each process, and say what is wrong."""
+"""Sources give what numpy's slices give, open files in each process, and say what is wrong.
+
+Tests `data/sources.py`.
+"""
 
 from __future__ import annotations
 

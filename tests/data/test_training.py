@@ -1,4 +1,7 @@
-"""A U-Net trains on a sample that no worker could hold."""
+"""A U-Net trains on a sample that no worker could hold.
+
+Tests `data/loader.py`, `data/dataset.py`.
+"""
 
 from __future__ import annotations
 

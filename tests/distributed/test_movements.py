@@ -1,4 +1,7 @@
-"""The four movements of tensor parallelism, and the group of workers that they run in."""
+"""The four movements of tensor parallelism, and the group of workers that they run in.
+
+Tests `distributed/movements.py`, `distributed/group.py`, `distributed/slices.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Functions of shards: a sharding that is kept is right, for every function of the table."""
+"""Functions of shards: a sharding that is kept is right, for every function of the table.
+
+Tests `distributed/propagation.py`, `distributed/trial.py`, `distributed/torch_call.py`,
+`distributed/regrouping.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shardings of shards: torch's functions keep them where they are known, and lose them loudly."""
+"""Shardings of shards: torch's functions keep them where they are known, and lose them loudly.
+
+Tests `distributed/shards.py`, `distributed/shardings.py`, `distributed/sharing.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A shard and a spread tensor are two views of one part: `x.spread()`, `x.shard()`, `x.full()`."""
+"""A shard and a spread tensor are two views of one part: `x.spread()`, `x.shard()`, `x.full()`.
+
+Tests `distributed/spreading.py`, `distributed/shard_layouts.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DDP and FSDP around models with shards: right without a further call, or an error everywhere."""
+"""DDP and FSDP around models with shards: right without a further call, or an error everywhere.
+
+Tests `distributed/wrapping.py`.
+"""
 
 from __future__ import annotations
 

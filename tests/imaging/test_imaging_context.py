@@ -1,4 +1,7 @@
-"""The context: who has which item, what is refused, and how a job ends."""
+"""The context: who has which item, what is refused, and how a job ends.
+
+Tests `imaging/context.py`, `imaging/measurements.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """distribute(): what deepinv.distributed does with an object, with values and gradients of one
-process."""
+process.
+
+Tests `imaging/distributing.py`, `imaging/stacked.py`, `imaging/parameters.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Imaging with the image in parts gives what the undistributed operators give."""
+"""Imaging with the image in parts gives what the undistributed operators give.
+
+Tests `imaging/parts/operators.py`, `imaging/parts/layouts.py`, `imaging/parts/local_rules.py`,
+`imaging/fidelity.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A prior in patches over workers: values, gradients of the image and of all parameters."""
+"""A prior in patches over workers: values, gradients of the image and of all parameters.
+
+Tests `imaging/prior.py`.
+"""
 
 from __future__ import annotations
 

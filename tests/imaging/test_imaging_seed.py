@@ -1,4 +1,7 @@
-"""Both scripts of the documentation that users know, with the package's name changed."""
+"""Both scripts of the documentation that users know, with the package's name changed.
+
+Tests `imaging/factory.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Signals: initialised from one worker, updated with a small message, equal on all workers."""
+"""Signals: initialised from one worker, updated with a small message, equal on all workers.
+
+Tests `imaging/signal.py`.
+"""
 
 from __future__ import annotations
 

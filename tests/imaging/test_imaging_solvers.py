@@ -1,4 +1,8 @@
-"""Solvers: on whole and partitioned images, any number of workers gives what one process does."""
+"""Solvers: on whole and partitioned images, any number of workers gives what one process does.
+
+Tests `imaging/solvers/method.py`, `imaging/solvers/iteration.py`, `imaging/solvers/proximal.py`,
+`imaging/solvers/splitting.py`, `imaging/solvers/linear.py`, `imaging/solvers/checkpoint.py`.
+"""
 
 from __future__ import annotations
 

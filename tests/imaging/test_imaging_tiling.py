@@ -1,4 +1,7 @@
-"""Tiles cover the image once, and a tiled prior is the untiled one once its reach is covered."""
+"""Tiles cover the image once, and a tiled prior is the untiled one once its reach is covered.
+
+Tests `imaging/tiling.py`, `imaging/distribution_strategies/strategies.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DTensors and spread tensors: the same values and gradients, in the same memory."""
+"""DTensors and spread tensors: the same values and gradients, in the same memory.
+
+Tests `interop/dtensors.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gate between hosts: who knows the token gets through, and nobody else."""
+"""The gate between hosts: who knows the token gets through, and nobody else.
+
+Tests `launch/gate.py`.
+"""
 
 import os
 import socket

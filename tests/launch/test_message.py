@@ -1,4 +1,7 @@
-"""Messages between a worker and the process that calls it: whole, or not there yet, or refused."""
+"""Messages between a worker and the process that calls it: whole, or not there yet, or refused.
+
+Tests `launch/message.py`.
+"""
 
 import pickle
 import socket

@@ -1,4 +1,7 @@
-"""The Fourier neural operator against the same network, written by hand, in one process."""
+"""The Fourier neural operator against the same network, written by hand, in one process.
+
+Tests `models/fno.py`, `models/model.py`, `models/spectral.py`, `models/weights.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adaptive pools over a partition against torch's own in one process."""
+"""Adaptive pools over a partition against torch's own in one process.
+
+Tests `nn/adaptive.py`, `tensor/rules/adaptive.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The models are those of torch, and the two that most others are made like: a picture in patches with
 a class token, and a language model with rotary positions and groups of heads.
+
+Tests `tensor/rules/attention.py`, `tensor/rules/attention_plan.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Gradients of shared parameters in few messages: the same values, and nothing else changes."""
+"""Gradients of shared parameters in few messages: the same values, and nothing else changes.
+
+Tests `nn/buckets.py`, `core/shared.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layers and converted models inside of `torch.compile(fullgraph=True)`."""
+"""Layers and converted models inside of `torch.compile(fullgraph=True)`.
+
+Tests `core/graph.py`, `core/handles.py`, `nn/convert.py`, `nn/layer.py`.
+"""
 
 from __future__ import annotations
 

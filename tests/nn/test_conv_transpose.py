@@ -1,4 +1,7 @@
-"""Transposed convolutions over partitioned tensors give what torch's own give in one process."""
+"""Transposed convolutions over partitioned tensors give what torch's own give in one process.
+
+Tests `nn/conv_transpose.py`, `tensor/rules/transposed.py`.
+"""
 
 from __future__ import annotations
 

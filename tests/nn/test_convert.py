@@ -1,4 +1,7 @@
-"""Whole torch models over a partition: the same numbers as in one process, and nothing lost."""
+"""Whole torch models over a partition: the same numbers as in one process, and nothing lost.
+
+Tests `nn/convert.py`, `nn/nesting.py`, `core/context.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Convolutions over partitioned tensors give what torch's own give in one process."""
+"""Convolutions over partitioned tensors give what torch's own give in one process.
+
+Tests `nn/convolution.py`, `nn/blocks.py`, `nn/layer.py`, `tensor/rules/convolution.py`,
+`tensor/windowed.py`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A GPU takes as long to launch a small kernel as to run it, so what counts there is their number.
 `tests/cuda/test_launches.py` counts launches; this counts, without a GPU, calls of torch's
 operators that compute or copy.
+
+Tests `nn/convert.py`.
 """
 
 from __future__ import annotations

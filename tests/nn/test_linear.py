@@ -1,4 +1,7 @@
-"""Linear layers over partitioned tensors give what torch's own give in one process."""
+"""Linear layers over partitioned tensors give what torch's own give in one process.
+
+Tests `nn/linear.py`, `nn/blocks.py`.
+"""
 
 from __future__ import annotations
 

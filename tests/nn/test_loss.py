@@ -1,4 +1,7 @@
-"""Losses over a partition are those of torch in one process, and so are their gradients."""
+"""Losses over a partition are those of torch in one process, and so are their gradients.
+
+Tests `nn/loss.py`, `nn/loss_agreement.py`, `tensor/rules/losses.py`.
+"""
 
 from __future__ import annotations
 

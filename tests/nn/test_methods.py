@@ -1,4 +1,7 @@
-"""Methods of a converted model besides `forward`, and tensors that are made anew inside of it."""
+"""Methods of a converted model besides `forward`, and tensors that are made anew inside of it.
+
+Tests `nn/convert.py`, `tensor/adoption.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Output, all gradients and buffers are those of one process, and nothing is gathered. What a model
 draws is the same on any number of workers, however its input is split.
+
+Tests `nn/convert.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Compilers, graphs, parametrizations, layers that come later, averages of models, other containers
 for inputs, and whole training loops. Output, all gradients and buffers are compared, in two calls:
 gradients travel in buckets from the second on.
+
+Tests `nn/convert.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Norms over a partition: parity with torch's own in one process."""
+"""Norms over a partition: parity with torch's own in one process.
+
+Tests `nn/norm.py`, `tensor/rules/norms.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pools over partitioned tensors give what torch's own give in one process."""
+"""Pools over partitioned tensors give what torch's own give in one process.
+
+Tests `nn/pooling.py`, `tensor/rules/pools.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Where the sequence is split, states are passed on from worker to worker. Output, last states and all
 gradients are those of one process, and what travels is a state for each border between parts.
+
+Tests `tensor/recurrence.py`, `tensor/rules/recurrent.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A chain of layers that fetches its halo at once gives what the chain gives, and torch's own."""
+"""A chain of layers that fetches its halo at once gives what the chain gives, and torch's own.
+
+Tests `nn/region.py`, `nn/replacements.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Workers that make different layers, or take different branches of a model: all of them raise."""
+"""Workers that make different layers, or take different branches of a model: all of them raise.
+
+Tests `nn/layer.py`, `nn/buckets.py`.
+"""
 
 from __future__ import annotations
 

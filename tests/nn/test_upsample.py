@@ -1,4 +1,7 @@
-"""Upsampling over a partition against torch's own in one process."""
+"""Upsampling over a partition against torch's own in one process.
+
+Tests `nn/upsample.py`, `tensor/rules/interpolation.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Converted models in torch's wrappers: the gradients and steps of one process, or an error."""
+"""Converted models in torch's wrappers: the gradients and steps of one process, or an error.
+
+Tests `nn/wrapped.py`, `nn/parallel/replicas.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Cosine and sine transforms, and padded Fourier transforms: values, adjoints, uses."""
+"""Cosine and sine transforms, and padded Fourier transforms: values, adjoints, uses.
+
+Tests `operators/cosine.py`, `operators/dct.py`, `operators/dft.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Operators on tensors that are spread over workers equal those of one process, and send little."""
+"""Operators on tensors that are spread over workers equal those of one process, and send little.
+
+Tests `operators/distributed.py`, `operators/execution.py`, `operators/layouts.py`,
+`operators/storage.py`, `operators/reduce.py`, `operators/input_shape.py`.
+"""
 
 from __future__ import annotations
 

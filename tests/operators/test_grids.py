@@ -1,4 +1,7 @@
-"""Operators between any two grids of the same workers, with a common refinement or without."""
+"""Operators between any two grids of the same workers, with a common refinement or without.
+
+Tests `operators/layouts.py`, `operators/planning.py`.
+"""
 
 from __future__ import annotations
 

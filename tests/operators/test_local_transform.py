@@ -1,4 +1,7 @@
-"""Transforms of a part by each library: equal to torch's, and chosen as documented."""
+"""Transforms of a part by each library: equal to torch's, and chosen as documented.
+
+Tests `operators/local_transform.py`, `operators/memory.py`.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""Machines of several hosts: the network in the planner, published times, files, measurements."""
+"""Machines of several hosts: the network in the planner, published times, files, measurements.
+
+Tests `operators/rates.py`, `operators/cost.py`, `cli/plan_model.py`, `cli/measure.py`.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,7 @@ def written(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
         (lambda m: m["rates"][0].update(workers=0), r"rates\[0\]\.workers must be a whole"),
         (lambda m: m["network"].pop("latency"), r"network\.latency is missing"),
         (lambda m: m["network"].update(latency="1 µs"), r"network\.latency must be a positive"),
-        (lambda m: m["network"].update(bandwith=1), r"network\.bandwith is not known"),
+        (lambda m: m["network"].update(bandwith=1), r"unknown key network\.bandwith"),
         (lambda m: m["network"].update(bisection=-1.0), r"network\.bisection must be"),
         (lambda m: m.update(network=7), "network must be an object"),
     ],

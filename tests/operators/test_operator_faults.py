@@ -1,4 +1,7 @@
-"""What does not fit raises on every worker, and never gives other numbers."""
+"""What does not fit raises on every worker, and never gives other numbers.
+
+Tests `operators/algebra.py`, `operators/parameters.py`.
+"""
 
 from __future__ import annotations
 

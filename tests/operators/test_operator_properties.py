@@ -2,6 +2,8 @@
 
 Cases are drawn here, many at a time, from seeded generators, and sent to the workers; the draws are
 the same in every run. A failure prints its case.
+
+Tests `operators/algebra.py`, `operators/tasks.py`.
 """
 
 from __future__ import annotations

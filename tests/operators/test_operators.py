@@ -1,4 +1,8 @@
-"""Operators in one process: every leaf and combination against its dense matrix."""
+"""Operators in one process: every leaf and combination against its dense matrix.
+
+Tests `operators/algebra.py`, `operators/leaf.py`, `operators/matrices.py`,
+`operators/restriction.py`, `operators/space.py`, `operators/parameters.py`, `operators/tasks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plans explained: predicted bytes are the counted ones; the best partition; machine models."""
+"""Plans explained: predicted bytes are the counted ones; the best partition; machine models.
+
+Tests `operators/planning.py`, `operators/choose.py`, `operators/cost.py`,
+`operators/explanation.py`, `operators/picture.py`, `operators/units.py`, `cli/plan.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Operators on numbers of 16 bits: what torch has of them, within what such numbers can hold."""
+"""Operators on numbers of 16 bits: what torch has of them, within what such numbers can hold.
+
+Tests `operators/dft.py`, `operators/matrices.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Input that does not fit: the same error on every worker, before any data is sent, and no hang."""
+"""Input that does not fit: the same error on every worker, before any data is sent, and no hang.
+
+Tests `primitives/movement.py`, `primitives/slices.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Movements inside of `torch.compile(fullgraph=True)`, never called before they are compiled."""
+"""Movements inside of `torch.compile(fullgraph=True)`, never called before they are compiled.
+
+Tests `core/graph.py`, `core/handles.py`.
+"""
 
 from __future__ import annotations
 

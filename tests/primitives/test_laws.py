@@ -1,4 +1,9 @@
-"""Every law for every movement on every number of workers."""
+"""Every law for every movement on every number of workers.
+
+Tests `primitives/all_gather.py`, `primitives/all_sum_reduce.py`, `primitives/broadcast.py`,
+`primitives/halo_exchange.py`, `primitives/repartition.py`, `core/linop.py`, `core/move.py`,
+`core/halo.py`.
+"""
 
 from __future__ import annotations
 

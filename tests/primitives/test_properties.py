@@ -2,6 +2,8 @@
 
 Cases are drawn here, many at a time, and sent to the workers; the draws are the same in every run.
 A failure names its case, which can be built again from its name.
+
+Tests `core/move.py`, `core/plan.py`.
 """
 
 from __future__ import annotations

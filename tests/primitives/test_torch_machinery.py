@@ -1,4 +1,7 @@
-"""Movements under torch's own machinery: torch.func, forward mode, autocast, checkpoint, pickle."""
+"""Movements under torch's own machinery: torch.func, forward mode, autocast, checkpoint, pickle.
+
+Tests `core/linop.py`.
+"""
 
 from __future__ import annotations
 

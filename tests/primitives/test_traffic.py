@@ -1,4 +1,7 @@
-"""What travels: no movement sends a byte or a message more than it must."""
+"""What travels: no movement sends a byte or a message more than it must.
+
+Tests `core/plan.py`, `core/move.py`, `testing/traffic.py`, `transport/traffic.py`.
+"""
 
 from __future__ import annotations
 

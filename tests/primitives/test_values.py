@@ -1,4 +1,7 @@
-"""Facts: known cases in plain numbers, every dtype, every kind of view."""
+"""Facts: known cases in plain numbers, every dtype, every kind of view.
+
+Tests `core/move.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a worker without a part passes: an empty tensor, with a batch size or without."""
+"""What a worker without a part passes: an empty tensor, with a batch size or without.
+
+Tests `core/layout.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint are read, and run nothing; others are refused."""
+"""Checkpoints of torch.distributed.checkpoint are read, and run nothing; others are refused.
+
+Tests `state/checkpoint_reader.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Folders are written whole or not at all, and what is read is what was written, or is named."""
+"""Folders are written whole or not at all, and what is read is what was written, or is named.
+
+Tests `state/folders.py`, `state/raising.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""States of models in shards: whole as plain torch has them, and back, on any number of workers."""
+"""States of models in shards: whole as plain torch has them, and back, on any number of workers.
+
+Tests `state/state_dicts.py`, `state/checkpoint.py`, `state/parts.py`, `state/places.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tensor files: what was written, or an error that names the file; weights in them."""
+"""Tensor files: what was written, or an error that names the file; weights in them.
+
+Tests `state/tensor_file.py`, `state/weights.py`.
+"""
 
 import json
 import os

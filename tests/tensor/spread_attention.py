@@ -1,4 +1,7 @@
-"""Attention, tables and grids for `test_spread.py`."""
+"""Attention, tables and grids for `test_spread.py`.
+
+Tests `tensor/rules/attention.py`, `tensor/rules/embedding.py`, `tensor/rules/batched.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Functions for `test_spread.py`: each with the shapes of its operands."""
+"""Functions for `test_spread.py`: each with the shapes of its operands.
+
+Tests `tensor/rules/products.py`, `tensor/rules/reductions.py`, `tensor/rules/batched.py`,
+`tensor/rules/diagonals.py`.
+"""
 
 from __future__ import annotations
 

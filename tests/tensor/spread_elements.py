@@ -1,4 +1,7 @@
-"""Functions of each element for `test_spread.py`, in groups by the values that they take."""
+"""Functions of each element for `test_spread.py`, in groups by the values that they take.
+
+Tests `tensor/rules/pointwise.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fourier transforms for `test_spread.py`, along whole and split dimensions."""
+"""Fourier transforms for `test_spread.py`, along whole and split dimensions.
+
+Tests `tensor/rules/fourier.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Functions of nodes and edges for `test_spread.py`: rows at an index, read and written to."""
+"""Functions of nodes and edges for `test_spread.py`: rows at an index, read and written to.
+
+Tests `tensor/rules/rows.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Functions for `test_spread.py` that layers call: convolutions, pools, norms, and others."""
+"""Functions for `test_spread.py` that layers call: convolutions, pools, norms, and others.
+
+Tests `tensor/rules/convolution.py`, `tensor/rules/norms.py`, `tensor/rules/pools.py`,
+`tensor/rules/interpolation.py`.
+"""
 
 from __future__ import annotations
 

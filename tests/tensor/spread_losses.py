@@ -1,4 +1,7 @@
-"""Losses for `test_spread.py`, with targets that lie in other ways than the inputs."""
+"""Losses for `test_spread.py`, with targets that lie in other ways than the inputs.
+
+Tests `tensor/rules/losses.py`, `tensor/rules/distances.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Masks, whose values say how many results there are, for `test_spread.py`."""
+"""Masks, whose values say how many results there are, for `test_spread.py`.
+
+Tests `tensor/rules/masks.py`.
+"""
 
 from __future__ import annotations
 

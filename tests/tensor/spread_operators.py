@@ -1,4 +1,7 @@
-"""Operators of `aten` by their own names, as decomposed graphs call them, for `test_spread.py`."""
+"""Operators of `aten` by their own names, as decomposed graphs call them, for `test_spread.py`.
+
+Tests `tensor/aten.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Functions for `test_spread.py` that users meet less often, some of which gather."""
+"""Functions for `test_spread.py` that users meet less often, some of which gather.
+
+Tests `tensor/rules/compositions.py`, `tensor/rules/matrices.py`, `tensor/rules/diagonals.py`,
+`tensor/rules/reductions.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Recurrent layers and cells, for `test_spread.py`."""
+"""Recurrent layers and cells, for `test_spread.py`.
+
+Tests `tensor/rules/recurrent.py`.
+"""
 
 from __future__ import annotations
 

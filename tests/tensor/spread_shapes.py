@@ -1,4 +1,7 @@
-"""Functions for `test_spread.py` that move elements: shapes, indices, joints, borders."""
+"""Functions for `test_spread.py` that move elements: shapes, indices, joints, borders.
+
+Tests `tensor/rules/shapes.py`, `tensor/rules/joins.py`, `tensor/rules/indexing.py`.
+"""
 
 from __future__ import annotations
 

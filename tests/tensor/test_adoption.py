@@ -1,4 +1,7 @@
-"""Tensors that models make and write parts into become spread, or stay plain and exact."""
+"""Tensors that models make and write parts into become spread, or stay plain and exact.
+
+Tests `tensor/adoption.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Attention of split sequences: every way is exact, sends what it says, and has few scores."""
+"""Attention of split sequences: every way is exact, sends what it says, and has few scores.
+
+Tests `tensor/blockwise_attention.py`, `tensor/block_sum.py`, `tensor/rules/attention.py`,
+`tensor/rules/attention_plan.py`, `tensor/explanation.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Batch norm by torch's kernels: the same as one process gives, however it is asked."""
+"""Batch norm by torch's kernels: the same as one process gives, however it is asked.
+
+Tests `tensor/batch_norm.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Warnings about gathered operands say where in the model the function was called."""
+"""Warnings about gathered operands say where in the model the function was called.
+
+Tests `tensor/call_site.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""TESSEL_CHECK and `check_calls`: workers that do different things learn so, on all of them."""
+"""TESSEL_CHECK and `check_calls`: workers that do different things learn so, on all of them.
+
+Tests `tensor/comparing.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Spectra in converted models: they stay where they were computed, and few values travel."""
+"""Spectra in converted models: they stay where they were computed, and few values travel.
+
+Tests `tensor/rules/fourier.py`, `tensor/rules/hosting.py`.
+"""
 
 from __future__ import annotations
 

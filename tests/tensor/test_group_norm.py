@@ -1,4 +1,7 @@
-"""Group and instance norm by torch's kernels: what one process gives, however it is asked."""
+"""Group and instance norm by torch's kernels: what one process gives, however it is asked.
+
+Tests `tensor/group_norm.py`.
+"""
 
 from __future__ import annotations
 

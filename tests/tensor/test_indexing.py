@@ -1,4 +1,7 @@
-"""Indexing of spread tensors: what is refused, on all workers alike, and what is written to."""
+"""Indexing of spread tensors: what is refused, on all workers alike, and what is written to.
+
+Tests `tensor/rules/indexing.py`.
+"""
 
 from __future__ import annotations
 

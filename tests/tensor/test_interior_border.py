@@ -1,4 +1,7 @@
-"""Max pools in pieces, which copy no part."""
+"""Max pools in pieces, which copy no part.
+
+Tests `tensor/interior_border.py`.
+"""
 
 from __future__ import annotations
 

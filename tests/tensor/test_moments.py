@@ -1,4 +1,7 @@
-"""Moments by the compiled loop and by torch's functions: both are those of the definition."""
+"""Moments by the compiled loop and by torch's functions: both are those of the definition.
+
+Tests `tensor/moments.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 What is computed on some workers and moved to all is what one process computes, and so is its
 gradient, though one worker takes no part in between.
+
+Tests `tensor/outside.py`.
 """
 
 from __future__ import annotations

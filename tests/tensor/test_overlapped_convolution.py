@@ -1,4 +1,7 @@
-"""Convolution by strips, and the halo that brings them."""
+"""Convolution by strips, and the halo that brings them.
+
+Tests `tensor/overlapped_convolution.py`, `core/halo.py`.
+"""
 
 from __future__ import annotations
 

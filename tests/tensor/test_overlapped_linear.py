@@ -1,4 +1,7 @@
-"""The gradient of the input of a linear map travels while that of its weight is computed."""
+"""The gradient of the input of a linear map travels while that of its weight is computed.
+
+Tests `tensor/overlapped_linear.py`.
+"""
 
 from __future__ import annotations
 

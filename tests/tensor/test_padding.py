@@ -1,4 +1,7 @@
-"""Periodic padding: the laws of its operator, torch's values, and one exchange."""
+"""Periodic padding: the laws of its operator, torch's values, and one exchange.
+
+Tests `tensor/padding.py`.
+"""
 
 from __future__ import annotations
 

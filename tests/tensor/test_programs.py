@@ -1,4 +1,7 @@
-"""Random programs of 5 to 20 torch functions on spread tensors: results and gradients of torch."""
+"""Random programs of 5 to 20 torch functions on spread tensors: results and gradients of torch.
+
+Tests `tensor/table.py`, `tensor/call.py`.
+"""
 
 from __future__ import annotations
 

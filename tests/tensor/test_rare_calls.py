@@ -1,4 +1,7 @@
-"""Calls that models seldom make: a plain first operand, numbers as tensors, nothing to compute."""
+"""Calls that models seldom make: a plain first operand, numbers as tensors, nothing to compute.
+
+Tests `tensor/call.py`, `tensor/contractions.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sums with the same bits for every layout and number of workers, and with almost no error."""
+"""Sums with the same bits for every layout and number of workers, and with almost no error.
+
+Tests `tensor/reproducible_sum.py`.
+"""
 
 from __future__ import annotations
 

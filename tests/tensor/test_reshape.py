@@ -1,4 +1,7 @@
-"""Reshaping of spread tensors: all small shapes, and what need not move."""
+"""Reshaping of spread tensors: all small shapes, and what need not move.
+
+Tests `tensor/rules/shapes.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What travels when rows of a split dimension are read and written to at an index."""
+"""What travels when rows of a split dimension are read and written to at an index.
+
+Tests `tensor/row_exchange.py`, `tensor/rules/rows.py`.
+"""
 
 from __future__ import annotations
 

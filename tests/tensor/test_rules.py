@@ -1,4 +1,7 @@
-"""Torch functions in the code of a converted model: right, or refused by name on every worker."""
+"""Torch functions in the code of a converted model: right, or refused by name on every worker.
+
+Tests `tensor/table.py`, `tensor/gathering.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Torch functions of spread tensors: values and gradients of one process, however they lie."""
+"""Torch functions of spread tensors: values and gradients of one process, however they lie.
+
+Tests `tensor/call.py`, `tensor/create.py`, `tensor/table.py`.
+"""
 
 from __future__ import annotations
 

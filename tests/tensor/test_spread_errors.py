@@ -1,4 +1,7 @@
-"""Bad values of losses, tables and attention: the same error on every worker, and no hang."""
+"""Bad values of losses, tables and attention: the same error on every worker, and no hang.
+
+Tests `tensor/rules/losses.py`, `tensor/rules/embedding.py`, `tensor/rules/attention.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A program is told how to get its data (`put`), and nothing else of workers. Its model is as it is,
 or converted. What it reports, losses and parameters step by step, is compared with one process.
+
+Tests `tensor/tensor.py`.
 """
 
 from __future__ import annotations

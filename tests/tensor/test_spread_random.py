@@ -1,4 +1,7 @@
-"""Random functions of spread tensors: the same numbers for every layout and number of workers."""
+"""Random functions of spread tensors: the same numbers for every layout and number of workers.
+
+Tests `tensor/rules/random.py`, `tensor/counter_random.py`, `tensor/shared_random.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Axes of a grid are named by what they split: (b)atch, (o)utputs, (i)nputs, the first (s) or the last
 (t) dimension of space.
+
+Tests `tensor/rules/products.py`, `tensor/rules/convolution.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The support matrix of the docs is what is found, and nothing in it is wrong."""
+"""The support matrix of the docs is what is found, and nothing in it is wrong.
+
+Tests `tensor/table.py`, `tensor/gathering.py`.
+"""
 
 from __future__ import annotations
 

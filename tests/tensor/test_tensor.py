@@ -1,4 +1,8 @@
-"""The spread tensor itself: what it says, what it holds, and what reaches it and its gradients."""
+"""The spread tensor itself: what it says, what it holds, and what reaches it and its gradients.
+
+Tests `tensor/tensor.py`, `tensor/attributes.py`, `tensor/create.py`, `tensor/grids.py`,
+`tensor/windowed.py`.
+"""
 
 from __future__ import annotations
 

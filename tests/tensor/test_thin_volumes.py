@@ -1,4 +1,7 @@
-"""Volumes that torch convolves quickly in another order of their dimensions."""
+"""Volumes that torch convolves quickly in another order of their dimensions.
+
+Tests `tensor/thin_volumes.py`.
+"""
 
 from __future__ import annotations
 

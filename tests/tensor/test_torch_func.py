@@ -1,4 +1,7 @@
-"""Transforms of `torch.func` of spread tensors: one process's values, by the rules of the table."""
+"""Transforms of `torch.func` of spread tensors: one process's values, by the rules of the table.
+
+Tests `tensor/aten.py`, `tensor/call.py`.
+"""
 
 from __future__ import annotations
 

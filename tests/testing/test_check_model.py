@@ -1,4 +1,9 @@
-"""`check_model` passes right models, and names what is wrong with others, on all workers alike."""
+"""`check_model` passes right models, and names what is wrong with others, on all workers alike.
+
+Tests `testing/model/check.py`, `testing/model/arguments.py`, `testing/model/attempt.py`,
+`testing/model/runs.py`, `testing/model/modules.py`, `testing/model/difference.py`,
+`testing/model/report.py`, `testing/drawing.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The public checks: they pass for right operators and fail, on every worker, for wrong ones."""
+"""The public checks: they pass for right operators and fail, on every worker, for wrong ones.
+
+Tests `testing/checks.py`, `testing/pool.py`.
+"""
 
 from __future__ import annotations
 

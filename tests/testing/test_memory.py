@@ -1,4 +1,7 @@
-"""The memory of tensors that `count_memory` counts, and what models need on each worker."""
+"""The memory of tensors that `count_memory` counts, and what models need on each worker.
+
+Tests `testing/memory.py`.
+"""
 
 from __future__ import annotations
 

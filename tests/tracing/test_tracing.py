@@ -1,4 +1,8 @@
-"""`tessel.trace`: what is recorded, that it is all of it, and that nothing stays behind."""
+"""`tessel.trace`: what is recorded, that it is all of it, and that nothing stays behind.
+
+Tests `tracing/recorder.py`, `tracing/block.py`, `tracing/merged.py`, `tracing/clocks.py`,
+`cli/trace.py`.
+"""
 
 from __future__ import annotations
 

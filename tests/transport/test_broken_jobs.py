@@ -1,4 +1,7 @@
-"""A job in which an exchange was not completed is broken: later calls raise, and none is wrong."""
+"""A job in which an exchange was not completed is broken: later calls raise, and none is wrong.
+
+Tests `transport/watch.py`, `transport/group.py`, `transport/job.py`.
+"""
 
 from __future__ import annotations
 

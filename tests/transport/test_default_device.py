@@ -1,6 +1,8 @@
 """`torch.set_default_device` is for the users' tensors: Tessel's own stay on the CPU.
 
 With "meta" as the default, whatever of Tessel's own were made there would have no values.
+
+Tests `transport/group.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Exchanges of GPUs without NCCL, with files in the place of GPU memory."""
+"""Exchanges of GPUs without NCCL, with files in the place of GPU memory.
+
+Tests `transport/device_exchange.py`, `transport/mailbox.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The compiled engine: the same values as Python's way, and Python finishes what it begins."""
+"""The compiled engine: the same values as Python's way, and Python finishes what it begins.
+
+Tests `transport/copy_program.py`, `transport/constants.py`, `transport/host.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Workers that die, stop or fail: the others end in bounded time and say who it was."""
+"""Workers that die, stop or fail: the others end in bounded time and say who it was.
+
+Tests `transport/host.py`, `transport/process.py`, `errors.py`.
+"""
 
 from __future__ import annotations
 

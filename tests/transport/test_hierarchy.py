@@ -1,4 +1,7 @@
-"""Hierarchy: several hosts give the numbers of one, and each value crosses between them once."""
+"""Hierarchy: several hosts give the numbers of one, and each value crosses between them once.
+
+Tests `core/hierarchy.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two hosts: the numbers of one process, and an end in a sentence when a host or the cable goes."""
+"""Two hosts: the numbers of one process, and an end in a sentence when a host or the cable goes.
+
+Tests `transport/exchange.py`, `transport/wire.py`, `cli/rendezvous.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Launchers: what the variables of srun and mpirun say, and scripts that they start."""
+"""Launchers: what the variables of srun and mpirun say, and scripts that they start.
+
+Tests `transport/launchers.py`, `transport/world.py`.
+"""
 
 from __future__ import annotations
 

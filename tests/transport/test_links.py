@@ -1,4 +1,7 @@
-"""The connections between the first workers of hosts, by which agreements travel."""
+"""The connections between the first workers of hosts, by which agreements travel.
+
+Tests `transport/links.py`.
+"""
 
 from __future__ import annotations
 

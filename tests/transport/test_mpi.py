@@ -2,6 +2,8 @@
 
 Workers of mpirun pretend to be on two hosts (TESSEL_TEST_HOSTS), so that messages go by MPI between
 them. tests/transport/test_hosts.py has two real ones.
+
+Tests `transport/mpi.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Every interleaving of the shared-memory protocol, and what is noticed if it is changed."""
+"""Every interleaving of the shared-memory protocol, and what is noticed if it is changed.
+
+Tests `transport/channel.py`, `transport/semaphore.py`.
+"""
 
 from __future__ import annotations
 

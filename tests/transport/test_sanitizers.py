@@ -1,4 +1,7 @@
-"""Sanitizers over the engine: silent, and not silent if there is a mistake in it."""
+"""Sanitizers over the engine: silent, and not silent if there is a mistake in it.
+
+Tests `transport/constants.py`.
+"""
 
 from __future__ import annotations
 

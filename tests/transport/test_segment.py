@@ -1,4 +1,7 @@
-"""Segments: memory that the workers of a host share, and nobody else can open or cut short."""
+"""Segments: memory that the workers of a host share, and nobody else can open or cut short.
+
+Tests `transport/segment.py`, `transport/process.py`.
+"""
 
 import contextlib
 import fcntl

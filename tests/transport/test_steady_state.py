@@ -1,4 +1,7 @@
-"""In steady state a movement allocates its result and nothing else."""
+"""In steady state a movement allocates its result and nothing else.
+
+Tests `transport/group.py`, `transport/host.py`.
+"""
 
 from __future__ import annotations
 

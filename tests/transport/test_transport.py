@@ -1,4 +1,9 @@
-"""The ways of messages: shared memory, Gloo, and both at once; what goes wrong on them."""
+"""The ways of messages: shared memory, Gloo, and both at once; what goes wrong on them.
+
+Tests `transport/group.py`, `transport/host.py`, `transport/channel.py`, `transport/exchange.py`,
+`transport/request.py`, `transport/reading.py`, `transport/buffers.py`, `transport/wakeup.py`,
+`transport/backoff.py`.
+"""
 
 from __future__ import annotations
 

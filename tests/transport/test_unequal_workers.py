@@ -1,4 +1,7 @@
-"""Workers that do not do the same: nothing hangs for good, and no number is silently wrong."""
+"""Workers that do not do the same: nothing hangs for good, and no number is silently wrong.
+
+Tests `transport/group.py`, `core/agreement.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Workers that do not come to where others wait for them: all learn of it within seconds."""
+"""Workers that do not come to where others wait for them: all learn of it within seconds.
+
+Tests `transport/watch.py`, `transport/board.py`, `endings.py`, `limits.py`.
+"""
 
 from __future__ import annotations
 

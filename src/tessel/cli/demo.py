@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from tessel.cli.demos import DEMOS
+from tessel.cli.demos import demos
 from tessel.cli.demos.report import Report, worst_of
 from tessel.core.partition import world
 from tessel.launch import launch
@@ -56,6 +56,12 @@ def execute(args: argparse.Namespace) -> int:
     """Run all demos, print their tables, save pictures; return 1 when an error is too large."""
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
+    try:
+        demos()
+    except ModuleNotFoundError as missing:
+        if missing.name != "tessel.examples":
+            raise
+        args.parser.error("the demos need the folder examples/ of Tessel, which is missing here")
     console = Console(highlight=False)
     reports = run_demos(console, args.workers, args.size)
     pictures = _try_to_draw(reports, args.output)
@@ -94,13 +100,13 @@ def work(size: int, done: str) -> list[Report]:
                 file.write(f"{text}\n")
 
     # All of them in one job, which takes seconds to start.
-    return [report for demo in DEMOS for report in demo.run(size, note)]
+    return [report for demo in demos() for report in demo.run(size, note)]
 
 
 @contextmanager
 def progress(console: Console, workers: int, done: Path) -> Iterator[None]:
     """Show a bar that follows the file in which the first worker notes what is done."""
-    names = [name for demo in DEMOS for name in demo.STEPS]
+    names = [name for demo in demos() for name in demo.STEPS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(f"starting {workers} workers", total=len(names))

@@ -171,9 +171,6 @@ class Shard(Tensor):
             return restored, (plain, self.requires_grad, self._is_param, values, called)
 
 
-# -- in compiled code -----------------------------------------------------------------------------
-
-
 def kind_of(sharding: Sharding) -> type[Shard]:
     """The class of shards with this sharding: in compiled code tensors have no attributes."""
     key = f"{in_values(sharding)} of {id(sharding.partition.prepare())}"
@@ -643,9 +640,6 @@ def _edge(x: Any) -> Any:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(x) if x.requires_grad else x.as_subclass(Tensor)
-
-
-# -- shards and spread tensors ---------------------------------------------------------------------
 
 
 @eagerly

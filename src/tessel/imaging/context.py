@@ -311,9 +311,6 @@ def is_whole(layout: Layout) -> bool:
     return len(layout.shared) == layout.partition.dim
 
 
-# ---- items: which worker has which, and what is drawn for one
-
-
 def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> list[int]:
     """The items of one worker, in ascending order.
 

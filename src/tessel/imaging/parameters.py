@@ -264,9 +264,6 @@ def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return second if first is None else depending_on(first, second)
 
 
-# ---- parameters that would get a part of their gradient
-
-
 def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: Any) -> list[Common]:
     """Which tensors, that were there before, objects in several places use.
 

@@ -58,7 +58,8 @@ def from_dtensor(x: Any) -> Tensor:
 def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Layout:
     """The layout of a DTensor of this shape; `x.move_to(layout)` brings a spread tensor there.
 
-    All workers of the job call this.
+    All workers of the job call this. `tessel.nn.init.layout_of(parameter)` is another function: the
+    layout of a parameter of a parallel layer.
 
     Args:
         mesh: a `DeviceMesh`.

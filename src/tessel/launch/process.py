@@ -148,9 +148,6 @@ class WorkerProcess:
                     self.end = f"was killed by {signal.Signals(-exitcode).name}{hint}"
 
 
-# -- the workers that make a call together, in the order of ranks --------------------------------
-
-
 def await_starts(processes: Iterable[WorkerProcess]) -> None:
     """Wait until all have started, or ended at once."""
     for process in processes:

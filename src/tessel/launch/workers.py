@@ -45,6 +45,9 @@ def launch(
     with the environment variables that torchrun sets. A single worker is a plain process: it needs
     no process group and gets none.
 
+    `tessel.launch` is this function. It has the name of its package, so that `tessel.launch.x` is
+    an attribute of the function: names of the package come by `from tessel.launch import Workers`.
+
     The first failure of a worker is raised here, as the exception that it was, with the worker's
     traceback as a note. A worker that dies raises `tessel.WorkerLost`.
 

@@ -106,9 +106,6 @@ def said_of_units(*given: Any, first: int = 1) -> Said:
     return 0, 0
 
 
-# -- classes --------------------------------------------------------------------------------------
-
-
 def class_dim(ndim: int) -> int:
     """The dimension of the classes: 1, or 0 of an input without a batch."""
     return min(1, ndim - 1)
@@ -126,9 +123,6 @@ def said_of_classes(target: Any, num_classes: int, ignore_index: int, is_copy: b
         return FINE  # on an accelerator torch's kernel itself stops at those that are none
     low, high, total = range_of(target, CLASSES, ignore_index, is_copy)
     return 0 if is_within(low, high, num_classes) else 3, total
-
-
-# -- the variance of a Gaussian -------------------------------------------------------------------
 
 
 def said_of_variance(var: Tensor, layout: Layout) -> Said:

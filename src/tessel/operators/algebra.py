@@ -45,8 +45,6 @@ class ParOperator:
     domain: TensorSpace
     codomain: TensorSpace
 
-    # -- what a kind of operator says -------------------------------------------------------------
-
     @property
     def H(self) -> ParOperator:
         """The adjoint: Re⟨A x, y⟩ = Re⟨x, A.H y⟩."""
@@ -68,8 +66,6 @@ class ParOperator:
     def sized(self, shape: Shape) -> ParOperator:
         """For an operator that takes any shape, that for this one."""
         return self
-
-    # -- algebra ----------------------------------------------------------------------------------
 
     def __matmul__(self, other: ParOperator) -> ParOperator:
         return compose(self, other) if isinstance(other, ParOperator) else NotImplemented
@@ -123,8 +119,6 @@ class ParOperator:
             return self.apply(_as_tensor(argument))
         return self.bind(argument)
 
-    # -- parameters -------------------------------------------------------------------------------
-
     @cached_property
     def leaves(self) -> tuple[Any, ...]:
         """The leaves that have parameters, each once, in the order in which they are written."""
@@ -151,8 +145,6 @@ class ParOperator:
     def module(self) -> torch.nn.Module:
         """The operator, with its own parameters, as a torch module."""
         return OperatorModule(self)
-
-    # -- application ------------------------------------------------------------------------------
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         """Apply the operator in this process."""

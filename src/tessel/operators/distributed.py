@@ -87,8 +87,6 @@ class Distributed(HasHandle, ParOperator):
             self._group = transport.group_of(self.partition.ranks)
         return self._group
 
-    # -- algebra ----------------------------------------------------------------------------------
-
     @cached_property
     def H(self) -> Distributed:
         return self._reversed(self.expression.H)
@@ -149,8 +147,6 @@ class Distributed(HasHandle, ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return (self.expression,)
 
-    # -- layouts ----------------------------------------------------------------------------------
-
     @property
     def layout_in(self) -> Layout:
         """How a tensor lies that the operator takes."""
@@ -165,8 +161,6 @@ class Distributed(HasHandle, ParOperator):
     def has_batch_axes(self) -> bool:
         """Whether workers have columns of their own."""
         return any(self.partition.shape[axis] > 1 for axis in self.plan.source.separate)
-
-    # -- parameters -------------------------------------------------------------------------------
 
     @cached_property
     def part_boxes(self) -> dict[Leaf, Box]:
@@ -188,8 +182,6 @@ class Distributed(HasHandle, ParOperator):
             return number
         heard = agree(self.partition, f"the parameters of {self._label}", numbers=[number])
         return heard.numbers[self.partition.ranks[0]][0]
-
-    # -- application ------------------------------------------------------------------------------
 
     def can_be_traced(self, x: Tensor, theta: Parameters | None = None) -> bool:
         """Whether a compiler may have this call in its graph: parameters are those of a module."""

@@ -53,9 +53,6 @@ def on_grid(partition: Partition, shape: Shape) -> Layout:
     return split_along(partition.create_cartesian_topology_partition(fine), shape, axes)
 
 
-# -- cuts -----------------------------------------------------------------------------------------
-
-
 def is_whole(layout: Layout, dim: int) -> bool:
     """Whether nobody has only a part of a dimension: one place along its axes has all of it."""
     cut, length = layout.cuts[dim], layout.shape[dim]
@@ -99,9 +96,6 @@ def with_batch(layout: Layout, columns: Sequence[int] | None) -> Layout:
         return layout
     batch = Cut(layout.separate, boxes.consecutive(columns))
     return replace(layout, shape=(*layout.shape, sum(columns)), cuts=(*layout.cuts, batch))
-
-
-# -- grids ----------------------------------------------------------------------------------------
 
 
 def runs(grid: Shape, axes: Sequence[int]) -> Runs:
@@ -226,9 +220,6 @@ def axes_in(grid: Shape, fine: Shape) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-# -- other ways to lie ----------------------------------------------------------------------------
-
-
 def like(target: Layout, here: Layout) -> Layout:
     """As a target lies, for a tensor whose dimensions still have other lengths."""
     cuts = tuple(
@@ -283,9 +274,6 @@ def unevenness(there: Layout) -> float:
         start, stop = cut.intervals[0]
         ratio *= (stop - start) * len(cut.intervals) / max(1, length)
     return ratio
-
-
-# -- what is sent ---------------------------------------------------------------------------------
 
 
 def box_of(layout: Layout, worker: int) -> Box:

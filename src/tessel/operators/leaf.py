@@ -87,8 +87,6 @@ class Leaf(ParOperator):
         """Which of the four it is, as it is written."""
         return (".inv" if self.is_inverse else "") + (".H" if self.is_adjoint else "")
 
-    # -- what a kind of leaf says -----------------------------------------------------------------
-
     @property
     def is_invertible(self) -> bool:
         return False
@@ -149,8 +147,6 @@ class Leaf(ParOperator):
             with torch.enable_grad():
                 y = small.act(x, 0, value)
                 torch.autograd.grad(y, inputs, torch.ones_like(y))
-
-    # ---------------------------------------------------------------------------------------------
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -162,9 +162,6 @@ def pulled_back(function: Operator, grad: Any, *operands: Any) -> Any:
     return tuple(each.detach() for each in found)
 
 
-# -- shapes ---------------------------------------------------------------------------------------
-
-
 @operator("view", "_unsafe_view")
 def view(x: Tensor, size: Sequence[int]) -> Any:
     """A wrapper is contiguous for torch, so any shape is a view; a part may need a copy."""
@@ -235,9 +232,6 @@ def _within(grad: Any, size: Sequence[int], dim: int, start: int) -> Any:
     return F.pad(grad, [*[0, 0] * (len(size) - 1 - dim), start, behind])
 
 
-# -- functions of rows ----------------------------------------------------------------------------
-
-
 @operator("_softmax_backward_data")
 def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Any:
     """yᵀ J = y (g - ⟨g, y⟩), where only the result of softmax is known."""
@@ -278,9 +272,6 @@ def fourier_of_reals(x: Any, dims: Sequence[int], norm: int, onesided: bool) -> 
 def fourier_to_reals(x: Any, dims: Sequence[int], norm: int, length: int) -> Any:
     lengths = [*(x.shape[dim] for dim in dims[:-1]), length]
     return torch.fft.irfftn(x, lengths, tuple(dims), _INVERSE[norm])
-
-
-# -- layers ----------------------------------------------------------------------------------------
 
 
 @operator("convolution")
@@ -525,8 +516,6 @@ def embedding_backward(grad: Any, indices: Any, length: int, padding: int, by_co
     table = torch.zeros(length, grad.shape[-1], dtype=grad.dtype, device=grad.device)
     return pulled_back(embedded, grad, table)[0]
 
-
-# -- losses ---------------------------------------------------------------------------------------
 
 _REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
 

@@ -247,9 +247,6 @@ def _seed(output: Any, grad: Any) -> torch.Tensor | None:
     return None
 
 
-# -- values ---------------------------------------------------------------------------------------
-
-
 def check_values(x: Tensor, what: str) -> None:
     """Raise unless every worker has all values."""
     if x._layout.is_outside:

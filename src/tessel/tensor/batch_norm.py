@@ -96,7 +96,7 @@ class BatchNorm(KernelNorm):
         """Those of all places, each of which has two rows."""
         return self.gather.apply(torch.stack(moments).reshape(self.gather.domain.local_shape))
 
-    # -- on a processor, whose kernels take means and variances
+    # On a processor kernels take means and variances.
 
     def _normalized(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -129,7 +129,7 @@ class BatchNorm(KernelNorm):
         affine = both * (scale / -sum(self.counts))
         return gradient_of(grad, x, mean, variance, self.eps, scale, affine), of_weight, of_bias
 
-    # -- on a GPU, whose kernels for several workers take the reciprocal of s
+    # On a GPU kernels for several workers take the reciprocal of s.
 
     @cached_property
     def is_of_all(self) -> bool:

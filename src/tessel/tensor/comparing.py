@@ -170,9 +170,6 @@ def _anything_moves(source: Layout, target: Layout) -> bool:
     return any(sizes[axis] > 1 for axis in {*source.shared} ^ {*target.shared})
 
 
-# -- arguments in words ---------------------------------------------------------------------------
-
-
 def _said(name: str, value: Any, is_read: bool = True) -> str:
     """What all workers must pass alike, in words: a tensor by its kind, a number by its value.
 

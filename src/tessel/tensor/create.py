@@ -136,9 +136,6 @@ def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agree
     return Agreement(everyone, label, partition.ranks, conclude, identity)
 
 
-# -- from nothing --------------------------------------------------------------------------------
-
-
 def _sizes(size: tuple[Any, ...]) -> Shape:
     """The shape that is given as numbers or as one sequence of them."""
     given: Sequence[int] = size[0] if len(size) == 1 and not isinstance(size[0], int) else size

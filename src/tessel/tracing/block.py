@@ -231,8 +231,6 @@ def _collected(part: Part) -> list[Part]:
     return [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
 
 
-# -- whole programs -------------------------------------------------------------------------------
-
 _program: TracedBlock | None = None
 
 

@@ -251,8 +251,6 @@ class Recorder:
             self._plans.append(plan)
         return found
 
-    # -- layers: what torch's hooks call ----------------------------------------------------------
-
     def enter(self, module: nn.Module, args: Any) -> None:
         """The forward of a module begins."""
         if is_compiling():
@@ -348,8 +346,6 @@ def switch_off(recorder: Recorder) -> None:
             warnings.filters.remove(_filters.pop())  # type: ignore[attr-defined]
 
 
-# -- movements ------------------------------------------------------------------------------------
-#
 # What is noted around a function that is replaced is a context manager, which gets the recorder and
 # the arguments of the function. If the function only starts something, and gives what waits for it,
 # then the context manager gives another one, for the wait.

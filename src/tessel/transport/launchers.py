@@ -463,9 +463,6 @@ class _Ranges:
                 yield f"{number:0{width}}"
 
 
-# --- meeting
-
-
 def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
     """The store in which all workers of the job have met.
 

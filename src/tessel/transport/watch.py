@@ -178,8 +178,6 @@ class Watch:
     def is_attached(self) -> bool:
         return self._board is not None
 
-    # --- the alarm
-
     def check(self) -> None:
         """Raise WorkerLost if the job is broken."""
         if self.alarm[0]:
@@ -255,8 +253,6 @@ class Watch:
                 }
         return "".join(found)
 
-    # --- the program of this worker
-
     def begin_program(self) -> None:
         """Let the others know that this worker takes part again."""
         if self._posted is not None and self._posted.state in (FINISHED, FAILED):
@@ -288,8 +284,6 @@ class Watch:
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
-
-    # --- waits
 
     def begin(
         self,
@@ -347,8 +341,6 @@ class Watch:
     def has_threads(self) -> bool:
         """Whether several threads communicate, so that the order of messages says little."""
         return len(self._threads) > 1
-
-    # --- the thread
 
     def _run(self) -> None:
         while not self._ended.wait(TICK):

@@ -1,4 +1,7 @@
-"""Parallel layers inside of `torch.compile(fullgraph=True)`."""
+"""Parallel layers inside of `torch.compile(fullgraph=True)`.
+
+Tests `nn/parallel/sharded.py`, `core/graph.py`, `distributed/shards.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The class-parallel cross entropy is torch's own with all options, and so are its gradients."""
+"""The class-parallel cross entropy is torch's own with all options, and so are its gradients.
+
+Tests `nn/parallel/cross_entropy.py`, `nn/parallel/agreed.py`, `tensor/rules/split_classes.py`.
+"""
 
 from __future__ import annotations
 

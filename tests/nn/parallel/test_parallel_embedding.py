@@ -1,4 +1,7 @@
-"""Embeddings whose table is split over workers give what torch's own give in one process."""
+"""Embeddings whose table is split over workers give what torch's own give in one process.
+
+Tests `nn/parallel/embedding.py`, `tensor/rules/split_tables.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Linear layers with weights in shards give what torch's own layer gives in one process."""
+"""Linear layers with weights in shards give what torch's own layer gives in one process.
+
+Tests `nn/parallel/linear.py`, `nn/parallel/sharded.py`, `nn/parallel/convert.py`,
+`nn/parallel/drawing.py`, `nn/functional.py`, `nn/init.py`.
+"""
 
 from __future__ import annotations
 

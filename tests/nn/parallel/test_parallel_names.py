@@ -1,4 +1,7 @@
-"""The names of torchshard's documents, at their places, with their arguments in their order."""
+"""The names of torchshard's documents, at their places, with their arguments in their order.
+
+Tests `nn/parallel/register.py`, `nn/functional.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parallel layers and their shards together with spread tensors: one kind of layout, one table."""
+"""Parallel layers and their shards together with spread tensors: one kind of layout, one table.
+
+Tests `nn/parallel/sharded.py`, `distributed/spreading.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What training needs around parallel layers: clipping, data parallelism, dropout, tied weights."""
+"""What training needs around parallel layers: clipping, data parallelism, dropout, tied weights.
+
+Tests `nn/parallel/replicas.py`, `nn/parallel/dropout.py`, `state/clip.py`, `state/scaler.py`.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,12 @@ process, and compares. A demo is a module with `STEPS` (what the progress bar co
 everything but the commands in `cli`.
 """
 
-from tessel.cli.demos import classes, deblur, fourier, movements, unet
+from importlib import import_module
+from types import ModuleType
 
-DEMOS = (movements, unet, fourier, classes, deblur)
+NAMES = ("movements", "unet", "fourier", "classes", "deblur")
+
+
+def demos() -> tuple[ModuleType, ...]:
+    """The demos, in order; imported when they run, since a copy of `src` lacks `examples/`."""
+    return tuple(import_module(f"{__name__}.{name}") for name in NAMES)

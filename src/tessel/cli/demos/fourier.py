@@ -43,9 +43,6 @@ def run(size: int, note: Note) -> list[Report]:
     return found if world().rank == 0 else []
 
 
-# --- the transform
-
-
 def transform(length: int) -> Report:
     """Transform a tensor in pencils, as planned, and compare with `torch.fft` in one process."""
     # Three lengths, so that no two dimensions can be mistaken for each other, and uneven parts.
@@ -127,9 +124,6 @@ def as_shape(shape: Sequence[int]) -> str:
 
 def as_shapes(shapes: Sequence[Sequence[int]]) -> str:
     return "\n".join(map(as_shape, shapes))
-
-
-# --- the step of an FNO
 
 
 def train_fno(length: int) -> Report:

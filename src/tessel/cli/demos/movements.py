@@ -221,9 +221,6 @@ def examine(
     )
 
 
-# --- the movements: what each worker does, the inputs of all, and the same in one process
-
-
 def all_sum_reduce(P: Partition, size: int) -> Case:
     """Every worker gets the sum of all tensors."""
     inputs = [wave((size, size), phase=worker) for worker in range(P.size)]

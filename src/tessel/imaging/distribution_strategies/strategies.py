@@ -333,9 +333,6 @@ def checked_sizes(
     return numbers
 
 
-# ---- windows: pure integers
-
-
 @dataclass(frozen=True)
 class PriorWindow:
     """What one call of a prior answers for, and what it reads for that.

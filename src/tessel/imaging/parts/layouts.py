@@ -183,8 +183,6 @@ def gathering(layout: Layout, owner: int) -> Move:
     return Move(layout, Layout.whole(Partition((owner,), (1,)), layout.shape))
 
 
-# ---- what a filter reads
-
 PADDINGS = ("valid", "circular", "reflect", "replicate", "constant")
 
 

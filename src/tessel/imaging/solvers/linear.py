@@ -221,9 +221,6 @@ def _plus(a: Any, factor: float | Tensor, b: Any) -> Any:
     return b * factor + a
 
 
-# ---- norms
-
-
 @torch.no_grad()
 def power_iteration(
     operator: Map,

@@ -208,9 +208,6 @@ class Method(ABC):
         return type(self).__name__
 
 
-# ---- the numbers that a user gives to a method
-
-
 def check_positive(who: object, **numbers: Any) -> None:
     """Raise ValueError for a number that is not finite and above zero; functions pass."""
     _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n > 0), "number above 0")
@@ -252,9 +249,6 @@ def _check(
         if not is_right(value):
             caller = who if isinstance(who, str) else type(who).__name__
             raise ValueError(f"{caller}: {name} must be a {expected}, got {value!r}")
-
-
-# ---- histories, and what reads them
 
 
 class History(dict[str, list[float]]):

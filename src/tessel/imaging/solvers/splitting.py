@@ -166,9 +166,6 @@ class ADMM(HQS):
         return {"x": x, "multipliers": z + self.relaxation * (near - x)}
 
 
-# ---- primal-dual methods
-
-
 @kept_in_job
 def differences(layout: Layout) -> Differences:
     """The finite differences of an image that is whole on every worker, or in parts.

@@ -52,7 +52,11 @@ def draw_(tensor: Tensor, layout: Layout, draw: Draw) -> Tensor:
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
-    """Where the parts of a parameter lie, by its sharding; None if nothing says so."""
+    """The layout of a parameter of a parallel layer, by its sharding; None if it has none.
+
+    `tessel.interop.layout_of(mesh, placements, shape)` is another function: the layout of a
+    DTensor.
+    """
     sharding, sharing = sharding_of(parameter), shared_by(parameter)
     shape = tuple(parameter.shape)
     if sharding is None:

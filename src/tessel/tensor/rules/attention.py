@@ -249,9 +249,6 @@ def is_left_aligned(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
     return False
 
 
-# -- layers of attention --------------------------------------------------------------------------
-
-
 @rule("multi_head_attention_forward", plain=True)
 def multi_head_attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What `torch.nn.MultiheadAttention` calls, with batch and heads as dimensions of their own.

@@ -102,8 +102,6 @@ class AttentionPlanner:
     is_causal: bool
     groups: int
 
-    # -- dimensions before the last two
-
     def hosted(self, layouts: tuple[Layout | None, ...], count: int) -> tuple[Layout | None, ...]:
         """The same with the last dimensions of q, k and v whole: others host their axes."""
         return tuple(
@@ -149,8 +147,6 @@ class AttentionPlanner:
     def wholes(self) -> tuple[list[Layout], Layout]:
         """How operands and result lie with whole sequences."""
         return self.of_batch(self.inner)
-
-    # -- sequences
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -210,8 +206,6 @@ class AttentionPlanner:
         if not self.axes or (queries is None and self.are_few):
             return result
         return _cut(result, -2, self.rows)
-
-    # -- the ways
 
     def as_they_lie(self, way: str, there: tuple[Layout | None, ...]) -> AttentionPlan:
         """Everything whole but batch and heads: each worker has some of these for itself."""

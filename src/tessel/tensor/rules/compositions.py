@@ -29,8 +29,6 @@ from tessel.tensor.table import (
 )
 from tessel.tensor.windowed import tuple_of
 
-# -- other names ----------------------------------------------------------------------------------
-
 _ALIASES: dict[str, Any] = {
     "special_softmax": torch.softmax,
     "special_log_softmax": torch.log_softmax,
@@ -59,9 +57,6 @@ def matrix_diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 @rule("diagflat")
 def diagflat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return args[0].flatten().diag(argument(args, kwargs, 1, "offset", 0))
-
-
-# -- products -------------------------------------------------------------------------------------
 
 
 @rule("linalg_multi_dot", plain=True)
@@ -124,9 +119,6 @@ def kron(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     left = x.reshape(list(chain(*((n, 1) for n in rows[0]))))
     right = y.reshape(list(chain(*((1, n) for n in rows[1]))))
     return (left * right).reshape(shape)
-
-
-# -- reductions -----------------------------------------------------------------------------------
 
 
 @rule("linalg_norm")
@@ -214,9 +206,6 @@ def corrcoef(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return (covariances / deviations[:, None] / deviations).clip(-1, 1)
 
 
-# -- shapes ---------------------------------------------------------------------------------------
-
-
 @rule("block_diag", plain=True)
 def block_diag(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Matrices one below the other, each padded to the width of all."""
@@ -259,9 +248,6 @@ def scatter_slice(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 _SLICE = ("src", "dim", "start", "end", "step")
 
 
-# -- of channels ----------------------------------------------------------------------------------
-
-
 @rule("local_response_norm")
 def local_response_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values divided by those of neighbouring channels: x / (k + α mean x²)^β."""
@@ -276,9 +262,6 @@ def local_response_norm(name: str, func: Any, args: Arguments, kwargs: Settings)
     return x / base.pow(given.get("beta", 0.75))
 
 
-# -- by indices -----------------------------------------------------------------------------------
-
-
 @rule("isin", plain=True)
 def isin(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Whether each element is one of some values, which all workers have."""
@@ -288,9 +271,6 @@ def isin(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not held_layouts(elements):
         raise unsupported(name, "elements must be spread", *held_layouts(args, kwargs))
     return pointwise(name, lambda x: func(x, values, **rest), (elements,), {})
-
-
-# -- pools that others are made of ----------------------------------------------------------------
 
 
 @rule("lp_pool1d", "lp_pool2d", "lp_pool3d")

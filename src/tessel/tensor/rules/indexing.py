@@ -67,9 +67,6 @@ Run = tuple[int, int, int]  # start, stop and step
 Pick = int | Run  # of one dimension
 
 
-# -- keys -----------------------------------------------------------------------------------------
-
-
 def _is_number(item: Any) -> bool:
     return hasattr(item, "__index__") and not isinstance(item, bool | torch.Tensor)
 
@@ -119,9 +116,6 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
             item %= length
         found.append(item)
     return found
-
-
-# -- reading --------------------------------------------------------------------------------------
 
 
 @rule("__getitem__")
@@ -400,9 +394,6 @@ def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return tuple(x[(*[slice(None)] * dim, key)] for key in keys)
 
 
-# -- writing --------------------------------------------------------------------------------------
-
-
 @rule("__setitem__", plain=True)
 def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     """Each worker changes what lies in its part; a tensor of values comes to where it is needed."""
@@ -615,9 +606,6 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The values of another tensor, which come to where this one has its parts."""
     return pointwise(name, func, args, kwargs)
-
-
-# -- along a dimension ----------------------------------------------------------------------------
 
 
 def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:

@@ -149,9 +149,6 @@ def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return made(moved(x, opposite).flip(dims), layout)
 
 
-# -- padding --------------------------------------------------------------------------------------
-
-
 @rule("pad")
 def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Constants beyond the border, or what the mode reads there."""

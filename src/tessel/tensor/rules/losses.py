@@ -75,8 +75,6 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     return loss.mean() if reduction == "mean" else loss.sum()
 
 
-# -- of each element ------------------------------------------------------------------------------
-
 _OPERANDS = ("input", "input1", "input2", "target", "weight", "pos_weight", "var")
 _MEAN_OF_WEIGHTS = ("mse_loss", "l1_loss")  # whose mean divides by the sum of the weights
 
@@ -178,8 +176,6 @@ def _variance(var: Any, x: torch.Tensor) -> Any:
             raise ValueError("var is of incorrect size")
     return var
 
-
-# -- what torch does not take ---------------------------------------------------------------------
 
 # set while values were looked at already, when the workers agreed on their parts
 checked: ContextVar[bool] = ContextVar("checked", default=False)
@@ -373,8 +369,6 @@ def _check_times(
         raise RuntimeError(f"ctc_loss: a target is none of the {classes} classes")
 
 
-# -- of classes -----------------------------------------------------------------------------------
-
 GATHERED = 1 << 16  # bytes of scores of classes that go to all workers: one message is quicker
 NUM_FACTS = 3  # numbers of each sample that a worker tells of its classes, if it keeps the scores
 
@@ -471,9 +465,6 @@ def _of_split_scores(
         factors = torch.where(ignored, 0, made(each, shared))
         losses = losses * factors
     return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
-
-
-# -- of rows --------------------------------------------------------------------------------------
 
 
 @rule("multi_margin_loss", "multilabel_margin_loss", plain=True)

@@ -446,9 +446,6 @@ def _collected(mean: Tensor, variance: Tensor, layout: Layout, dims: tuple[int, 
     return local if move is None else move.apply(local)
 
 
-# -- of batches -----------------------------------------------------------------------------------
-
-
 # of arguments behind the input: those of torch.nn.functional, and of the function that it calls
 _ORDER = dict.fromkeys(("running_mean", "running_var", "weight", "bias"))
 _TORCHS_ORDER = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
@@ -514,9 +511,6 @@ def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
     return normalize(kernels, norm.x, *parameters)
 
 
-# -- of instances ---------------------------------------------------------------------------------
-
-
 @rule("instance_norm")
 def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Over space, of each channel of each sample; torch's function has another order, too."""
@@ -542,9 +536,6 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         running = given["running_mean"], given["running_var"]
         update_running(running, centre, spread, sum(instances.counts), given["momentum"])
     return norm.result(y)
-
-
-# -- of groups ------------------------------------------------------------------------------------
 
 
 @rule("group_norm")
@@ -600,9 +591,6 @@ def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor
     )
     y, mean, variance = record_map(kernels, norm.x, *parameters)
     return y, mean, variance
-
-
-# -- of rows --------------------------------------------------------------------------------------
 
 
 @rule("layer_norm", "rms_norm")

@@ -181,9 +181,6 @@ class Frame:
         return tuple(window.dilation for window in self.windows)
 
 
-# -- means ----------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=1024)
 def _windows(num_dims: int, *settings: int | Numbers) -> tuple[Window, ...]:
     """From kernel, stride, dilation and padding, each a number or one for each dimension."""
@@ -272,9 +269,6 @@ def _counts(window: Window, outputs: Interval, length: int, include_pad: bool) -
 def average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """`torch.nn.functional.avg_pool*`."""
     return pooled(args[0], AveragePool.of(int(name[-2]), *args[1:], **kwargs))
-
-
-# -- largest values -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

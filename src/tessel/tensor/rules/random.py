@@ -53,8 +53,6 @@ def _even(layout: Layout, device: Any) -> torch.Tensor:
     return uniform(common_number(layout.partition), layout, torch.float64, device)
 
 
-# -- new tensors ----------------------------------------------------------------------------------
-
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -108,8 +106,6 @@ def _constant(value: Any) -> Any:
     part, layout = opened(value)
     return made(part.detach() + anchored_zeros(tuple(part.shape), part), layout)
 
-
-# -- in place -------------------------------------------------------------------------------------
 
 _Draw = Callable[..., torch.Tensor]
 
@@ -212,9 +208,6 @@ def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return ones if p is not None else ones + _constant(target) * 0
 
 
-# -- dropout --------------------------------------------------------------------------------------
-
-
 @kept_in_job
 def _features(layout: Layout, channel: int) -> Layout:
     """One value for each channel of each sample, on all workers that have a part of it."""
@@ -301,9 +294,6 @@ def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return made(x * factors, layout)
 
 
-# -- choices --------------------------------------------------------------------------------------
-
-
 @rule("gumbel_softmax")
 def gumbel_softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A softmax of logits with noise; a hard one takes the largest, with the gradient of a soft."""
@@ -350,9 +340,6 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return made(places.clamp_max(x.shape[-1] - 1), target)
 
 
-# -- on all workers alike -------------------------------------------------------------------------
-
-
 @rule(
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
     *(f"fractional_max_pool{n}d{ending}" for n in (2, 3) for ending in ("", "_with_indices")),
@@ -381,9 +368,6 @@ def _like_operand(result: Any, layout: Layout) -> Any:
         return tuple(_like_operand(each, layout) for each in result)
     found = as_spread(result, layout.partition)
     return found.move_to(layout) if found.shape == layout.shape else found
-
-
-# -- torch.nn.init --------------------------------------------------------------------------------
 
 
 def initialize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

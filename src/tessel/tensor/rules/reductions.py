@@ -110,9 +110,6 @@ def _reduced_dims(args: Arguments, kwargs: Settings) -> Any:
     return None if isinstance(given, bool) else given
 
 
-# -- put together from results of the parts -------------------------------------------------------
-
-
 @kept_in_job
 def _results(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """The results of the parts: along each reduced dimension, one for each part that has values."""
@@ -324,9 +321,6 @@ def count_nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     return (args[0] != 0).sum(argument(args, kwargs, 1, "dim"))
 
 
-# -- moments and norms ----------------------------------------------------------------------------
-
-
 @rule("var", "std", "var_mean", "std_mean")
 def moments(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Squares around the mean of the whole tensor, summed."""
@@ -432,9 +426,6 @@ def normalize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 
-# -- softmax --------------------------------------------------------------------------------------
-
-
 @rule("softmax", "log_softmax", "softmin")
 def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Along a split dimension: the largest value and the sum of all travel, nothing else."""
@@ -460,8 +451,6 @@ def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     powers = offset.exp()
     return (powers / powers.sum(dim, True)).to(kind)
 
-
-# -- through a host -------------------------------------------------------------------------------
 
 _ALONG = {  # where the dimension stands among the arguments, and which it is by default
     "cumsum": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None),

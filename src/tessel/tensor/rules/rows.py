@@ -154,9 +154,6 @@ def _check_bounds(low: int, high: int, dim: int, length: int, negative: bool) ->
         raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {length}")
 
 
-# -- writing --------------------------------------------------------------------------------------
-
-
 @kept_in_job
 def receiving(
     layout: Layout, dim: int, values: Layout | None, index: Layout | None
