@@ -125,6 +125,33 @@ class Neighbouring(nn.Module):
         return self.output(found.flatten(1, 2))
 
 
+class Frames(nn.Module):
+    """A video autoencoder: chunks of frames, convolved with the last frames of those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Conv3d(a, b, 3, padding=(0, 1, 1)) for a, b in ((2, 4), (4, 3))
+        )
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Any] = [None, None]
+        found = []
+        for start in range(0, x.shape[2], 2):
+            y = x[:, :, start : start + 2]
+            for k, layer in enumerate(self.layers):
+                before = kept[k]
+                joined = y if before is None else torch.cat([before, y], 2)
+                kept[k] = joined[:, :, -2:].clone()
+                if before is None:
+                    joined = F.pad(y, (0, 0, 0, 0, 2, 0), mode="replicate")
+                y = F.silu(layer(joined))
+            found.append(y)
+        return torch.cat(found, 2)
+
+
 class Words(nn.Module):
     """Ids that are split, a table of positions, and one with a row that is not learned."""
 
@@ -285,6 +312,9 @@ def check_kinds() -> None:
     for dims in (1, 2, 3):
         picture = values((2, 3, *(9, 6, 4)[:dims]), 1)
         check_model(Unpooled(dims), picture, where=line(2, dims + 2), fallback="raise")
+    frames = values((1, 2, 5, 7, 6), 1)  # the last chunk has one, some workers none of a chunk
+    for axis in (2, 3, 4):
+        check_model(Frames(), frames, where=line(axis, 5), fallback="raise", calls=1)
     ids = torch.arange(36).reshape(4, 9) * 7 % 11
     for axis in (0, 1):
         check_model(Words(), ids, where=line(axis, 2), fallback="raise")

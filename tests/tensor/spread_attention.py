@@ -82,7 +82,6 @@ ATTENTION = {
     "attention of grouped queries": Case(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         (Q, (2, 2, 7, 6), (2, 2, 7, 6)),
-        may_gather=True,
         order=1,
     ),
     "attention of itself": Case(

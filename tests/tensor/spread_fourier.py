@@ -69,6 +69,7 @@ FOURIER |= {
     ),
     "fftshift": Case(lambda x: torch.fft.fftshift(x)),
     "ifftshift": Case(lambda x: torch.fft.ifftshift(x, dim=(0, 2)) + torch.fft.fftshift(x, 1)),
+    # the zeros are plain outside of a model; test_adoption.py has it in one, which gathers nothing
     "spectral convolution": Case(
         spectral_convolution, ((2, 4, 5, 6), (4, 3, 3, 3)), may_gather=True
     ),

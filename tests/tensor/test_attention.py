@@ -232,7 +232,7 @@ def test_workers_with_heads_of_one_group_each_have_its_keys(
 
 
 class Largest(TorchDispatchMode):
-    """How many values the largest tensor has that torch makes."""
+    """How many values the largest tensor has that torch makes, and that is no view of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,11 +242,16 @@ class Largest(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        given = {self._place(each) for each in tree_flatten((args, kwargs))[0]} - {None}
         for each in tree_flatten(result)[0]:
-            is_part = isinstance(each, Tensor) and not isinstance(each, tessel.Tensor)
-            if is_part and not each.is_meta:  # which has no values
+            if (place := self._place(each)) is not None and place not in given:
                 self.numel = max(self.numel, each.numel())
         return result
+
+    def _place(self, x: Any) -> int | None:
+        """Where a part has its values; None for what is none, or has none."""
+        is_part = isinstance(x, Tensor) and not isinstance(x, tessel.Tensor) and not x.is_meta
+        return x.untyped_storage().data_ptr() if is_part else None
 
 
 def row(shape: Shape, dim: int) -> Layout:
@@ -256,13 +261,25 @@ def row(shape: Shape, dim: int) -> Layout:
     return Layout.split(partition, shape, [0 if d == dim else None for d in range(len(shape))])
 
 
-def largest_of(length: int, settings: dict[str, Any], order: int) -> int:
-    """The largest tensor in a ring of one head, forward and backward."""
-    shape = (1, 1, length, 2)
-    layout = row(shape, 2)
-    parts = [layout.local_part(values(shape, k)).clone().requires_grad_() for k in range(3)]
+def largest_of(length: int, kind: str, order: int) -> int:
+    """The largest tensor in a ring of one head of keys, forward and backward."""
+    heads = 2 if kind == "grouped" else 1
+    layouts = [row((1, n, length, 2), 2) for n in (heads, 1, 1)]
+    parts = [
+        layout.local_part(values(layout.shape, k)).clone().requires_grad_()
+        for k, layout in enumerate(layouts)
+    ]
+    settings: dict[str, Any] = {
+        "causal": {"is_causal": True},
+        "dropout": {"dropout_p": 0.3},
+        "grouped": {"enable_gqa": True},
+    }.get(kind, {})
+    if kind in ("hidden", "bias"):  # rows of the mask lie with their queries, whole
+        there = row((1, 1, length, length), 2)
+        mask = there.local_part(values(there.shape, 7)).clone()
+        settings["attn_mask"] = tessel.from_local(mask > -0.3 if kind == "hidden" else mask, there)
     with only("ring") as chosen, Largest() as found:
-        operands = [tessel.from_local(each, layout) for each in parts]
+        operands = [tessel.from_local(x, there) for x, there in zip(parts, layouts, strict=True)]
         y = F.scaled_dot_product_attention(*operands, **settings)
         grads = torch.autograd.grad(y.local.square().sum(), parts, create_graph=order > 1)
         if order > 1:
@@ -272,13 +289,41 @@ def largest_of(length: int, settings: dict[str, Any], order: int) -> int:
 
 
 @pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"dropout_p": 0.3}], ids=str)
-def test_no_worker_has_more_scores_than_a_block(
-    run: Run, settings: dict[str, Any], order: int
-) -> None:
+@pytest.mark.parametrize("kind", ["plain", "causal", "dropout", "grouped", "hidden", "bias"])
+def test_no_worker_has_more_scores_than_a_block(run: Run, kind: str, order: int) -> None:
     workers, length = 4, 96
-    found = run(largest_of, length, settings, order, nprocs=workers)
-    assert max(found) <= (length // workers) ** 2  # its queries × one block of keys
+    found = run(largest_of, length, kind, order, nprocs=workers)
+    heads = 2 if kind == "grouped" else 1
+    assert max(found) <= heads * (length // workers) ** 2  # its queries × one block of keys
+
+
+def masked_by_positions(length: int) -> int:
+    """A sliding window and padding, from positions that are spread; the largest tensor."""
+    shape, window, padded = (1, 1, length, 2), 16, length - 20
+    layout = row(shape, 2)
+
+    def seen(rows: Tensor) -> Tensor:
+        columns = torch.arange(length)
+        rows = rows[:, None]
+        return (columns <= rows) & (columns > rows - window) & (columns < padded)
+
+    plain = [values(shape, k) for k in range(3)]
+    spread = [tessel.spread(each, layout) for each in plain]
+    with only("ring"), Largest() as found:
+        mask = seen(tessel.arange(length, where=row((length,), 0)))
+        y: Any = F.scaled_dot_product_attention(*spread, attn_mask=mask)
+    torch.testing.assert_close(
+        y.full(),
+        F.scaled_dot_product_attention(*plain, attn_mask=seen(torch.arange(length))),
+        rtol=TOLERANCE,
+        atol=TOLERANCE,
+    )
+    return found.numel
+
+
+def test_a_mask_of_spread_positions_is_in_parts(run: Run) -> None:
+    workers, length = 4, 96
+    assert max(run(masked_by_positions, length, nprocs=workers)) == length // workers * length
 
 
 def peak_of(way: str, shape: Shape) -> float:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import tessel
 from parity import values
-from tessel import Layout
+from tessel import Layout, Partition
 from tessel.tensor.table import spread_among
 from test_spread import CASES as SPREAD_CASES
 from test_spread import Run, Verdict, derived, flat, partition, ways
@@ -276,6 +276,8 @@ def check_sizes_of_tensors() -> None:
             assert torch.equal(got, expected)
     with pytest.raises((RuntimeError, TypeError)):
         y.view(torch.tensor(2.0), 12)
+    z = tessel.spread(x, Partition((0,), (1, 1)))  # the other worker is outside
+    assert z.view(two, -1).shape == (2, 12) and z.roll(two, 0).shape == (4, 6)
 
 
 def check_formats() -> None:

@@ -588,6 +588,28 @@ def test_a_model_that_raises_makes_all_raise(run: Run, when: str, nprocs: int) -
         assert ("raises in one process" in text) == (when == "one process")
 
 
+class Attending(nn.Module):
+    """One head of a split sequence, in a block that the backward pass computes again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+        return checkpoint(block, x + block(x), use_reentrant=False)
+
+
+def attended() -> tuple[tuple[str, ...], str]:
+    report = check_model(Attending(), values(1, 1, 9, 4), where=grid(1, 1, 0, 1))
+    return report.attention, str(report)
+
+
+def test_ways_of_attention_are_told(run: Run) -> None:
+    for ways, text in run(attended, nprocs=2):
+        assert ways == ("gather", "gather")
+        assert "Ways of attention, and in how many calls: gather (2)." in text
+    assert run(attended, nprocs=1)[0][0] == ("local", "local")
+
+
 def strict() -> str:
     class Volume(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

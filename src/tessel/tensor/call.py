@@ -235,6 +235,9 @@ _NUMBERS = frozenset((float, int, bool, str, type(None)))
 
 def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The rule of a function; where there is none, what `tessel.fallback` says."""
+    if name in _SIZED and next(tensors(args[1:], kwargs), None) is not None:
+        # here, since a worker that is outside of the partition knows plain values, too
+        args, kwargs = (*args[:1], *mapped(_number, args[1:])), mapped(_number, kwargs)
     try:
         return _followed(name, func, args, kwargs)
     except (UnsupportedError, ApartError) as error:
@@ -275,8 +278,6 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             kwargs = {k: each for k, each in kwargs.items() if k != key}
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
-        if name in _SIZED and next(tensors(args[1:], kwargs), None) is not None:
-            args, kwargs = (args[0], *mapped(_number, args[1:])), mapped(_number, kwargs)
         first = args[0]
         if type(first) is not Tensor and name not in PLAIN and isinstance(first, torch.Tensor):
             args = (as_spread(first, _partition(args, kwargs)), *args[1:])

@@ -7,14 +7,16 @@ where keys come block by block.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.core.context import is_compiling
+from tessel.core.context import is_compiling, setting
 from tessel.core.layout import Cut, Shape
 from tessel.core.linop import in_transform, record_map
 from tessel.core.shared import anchored_zeros
@@ -38,6 +40,9 @@ from tessel.tensor.table import (
     widened,
 )
 from tessel.tensor.tensor import Tensor, move
+
+# the ways that attention takes, if somebody wants to know
+_notes: ContextVar[list[str] | None] = ContextVar("noted ways of attention", default=None)
 
 _MATH = torch.nn.attention.SDPBackend.MATH.value
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -97,6 +102,8 @@ class _AttentionCall:
     def result(self) -> Tensor:
         """What the function gives, as queries lie."""
         plan = self.plan
+        if (notes := _notes.get()) is not None:
+            notes.append(plan.way)
         if outlining.get() and not self.partition.is_supposed:
             # this worker has no values, and knows how the result lies
             real = [open_part(x) if isinstance(x, Tensor) else x for x in self.operands]
@@ -221,6 +228,14 @@ class _AttentionCall:
         source = of_cuts(self.partition, shape, (row, *cuts))
         target = of_cuts(self.partition, shape, (Cut.whole(places), *cuts))
         return move(source, target).apply(own.unsqueeze(0)).amax(0)
+
+
+@contextmanager
+def noted_ways() -> Iterator[list[str]]:
+    """The ways that attention takes inside of the `with` block, call by call."""
+    notes: list[str] = []
+    with setting(_notes, notes):
+        yield notes
 
 
 def ways_of(

@@ -217,4 +217,5 @@ def _merged(
         max(each.peak for each in told),
         max(each.peak_alone for each in told),
         tuple(remarks),
+        tuple(first.attention),
     )

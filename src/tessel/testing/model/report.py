@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ class ModelReport:
         peak: bytes of tensors that were alive at once, on the worker with most.
         peak_alone: the same in one process.
         remarks: what else is to be said.
+        attention: the way of each call of attention in a forward pass, as "ring".
 
     >>> import tessel, torch
     >>> report = tessel.testing.check_model(
@@ -96,6 +98,7 @@ class ModelReport:
     peak: int = 0
     peak_alone: int = 0
     remarks: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -156,6 +159,9 @@ class ModelReport:
             f" backward. Tensors created in a step take at most {_bytes(self.peak)}; in one "
             f"process, {_bytes(self.peak_alone)}."
         )
+        if self.attention:
+            counts = [f"{way} ({n})" for way, n in Counter(self.attention).items()]
+            yield f"Ways of attention, and in how many calls: {', '.join(counts)}."
         yield from self.remarks
 
 

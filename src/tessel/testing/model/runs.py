@@ -20,6 +20,7 @@ from tessel.encoding import encodable
 from tessel.nn.convert import Entrance
 from tessel.nn.region import HaloRegion
 from tessel.tensor.gathering import Gather, noted_gathers
+from tessel.tensor.rules.attention import noted_ways
 from tessel.tensor.shared_random import common_seed
 from tessel.testing.drawing import drawing
 from tessel.testing.memory import count_memory
@@ -52,6 +53,7 @@ class Findings:
     values: list[Difference]
     modules: list[ModuleUse]
     gathers: list[Gather]
+    attention: list[str]
     sent: tuple[int, int]  # bytes, forward and backward
     peak: int
     peak_alone: int
@@ -125,6 +127,7 @@ def run_converted(
     for number, (args, kwargs) in enumerate(entered):
         with ExitStack() as stack:
             noted = stack.enter_context(noted_gathers())
+            ways = stack.enter_context(noted_ways())
             memory = stack.enter_context(count_memory())
             if number == 0:  # the trace has the first call alone
                 compared = stack.enter_context(compared_with(alone.trace, model))
@@ -134,6 +137,7 @@ def run_converted(
             seed_all(common_seed(seeds[number]))
             start = transport.total_traffic().bytes_sent
             result = model(*args, **kwargs)
+            attention = list(ways)  # without those of checkpoints, which attend again
             middle = transport.total_traffic().bytes_sent
             outputs = _derived(result, loss)
             sent = middle - start, transport.total_traffic().bytes_sent - middle
@@ -150,7 +154,7 @@ def run_converted(
         stored = sum(p.nbytes for p in (*modules[name].parameters(), *modules[name].buffers()))
         kind = type(modules[name]).__name__
         used.append(ModuleUse(output, kind, *uses.get(name, (0, 0)), stored))
-    return Findings(values, used, gathers, sent, memory.peak, alone.peak, alone.draws)
+    return Findings(values, used, gathers, attention, sent, memory.peak, alone.peak, alone.draws)
 
 
 def of_outputs(outputs: Outputs, others: Outputs) -> Iterator[Difference]:
