@@ -57,11 +57,14 @@ docs: $(READY)
 support: $(READY)
 	$(BIN)/python tests/tensor/support.py
 
-# models of other packages, and docs/zoo.md; PACKAGE=timm for those of one
+# models of other packages, and docs/zoo.md; PACKAGE=timm for those of one; and what `make test` skips
+# without these packages
 zoo: $(ZOO)
 	rm -rf build/zoo
 	$(BIN)/pytest -m zoo -n 2 --dist worksteal tests/zoo $(if $(PACKAGE),-k '[$(PACKAGE):'); status=$$?; \
 	$(BIN)/python tests/zoo/zoo_page.py && exit $$status
+	$(if $(PACKAGE),,$(BIN)/pytest -n 2 --dist worksteal tests/test_example_scripts.py tests/nn/test_model_uses.py \
+		-k 'accelerate or lightning or llama or segment or vae')
 
 $(ZOO): $(READY)
 	# torch_harmonics is compiled for the torch that is here: without isolation no other one is fetched

@@ -216,6 +216,15 @@ def test_vae_decodes_a_film(run: Run, tmp_path: Path) -> None:
     assert int(share) < 60
 
 
+@pytest.mark.limit(230)
+@pytest.mark.parametrize("film", [False, True])
+def test_vae_decodes_in_a_third_of_the_memory(run: Run, tmp_path: Path, film: bool) -> None:
+    pytest.importorskip("diffusers")
+    printed = perform(run, "vae", 4, tmp_path, *["--size", "24"], *["--film"] * film)
+    (share,) = re.findall(r"parts: at most (\d+)%", printed)
+    assert int(share) <= 35  # 25 and 28 were measured
+
+
 def test_llama_learns_as_one_process_does(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     printed = perform(run, "llama", 3, tmp_path)

@@ -141,6 +141,25 @@ def test_partitions_and_meshes(run: Run) -> None:
     run(own_meshes, nprocs=4)
 
 
+def round_trips() -> None:
+    """What comes back lies on the mesh that it came from, and torch takes both together."""
+    tessel.world()
+    whole = data((6, 4))
+    for names in (("space",), None, ("other",)):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+        d = made(whole, mesh, [Shard(0)])
+        for back in (
+            tessel.from_dtensor(d).to_dtensor(),
+            (tessel.from_dtensor(d) * 1).to_dtensor(),
+        ):
+            assert back.device_mesh == mesh
+            close((back + d).full_tensor().detach(), 2 * whole)
+
+
+def test_round_trips_keep_the_mesh(run: Run) -> None:
+    run(round_trips, nprocs=2)
+
+
 def on_some_workers() -> None:
     """A mesh of two of three workers: the third has tensors without values."""
     world = tessel.world()

@@ -438,6 +438,7 @@ def test_shorter_types(run: Run, dtype: torch.dtype, tolerance: float, way: str)
 def cast_by_autocast() -> float:
     shape = (1, 2, 33, 8)
     plain = [values(shape, k).float() for k in range(3)]
+    plain[2] = plain[2].bfloat16()  # as that of a product before; rotary positions widen the others
     with only("ring"), torch.autocast("cpu", torch.bfloat16):
         y = F.scaled_dot_product_attention(*(tessel.spread(x, row(shape, 2)) for x in plain))
         z = F.scaled_dot_product_attention(*plain)

@@ -38,6 +38,17 @@ FILES = {  # of the entries of each package, by the name by which it is imported
     "neuralop": "neuralop_entries",
     "torch_geometric": "geometric_entries",
 }
+MOST_USED = (  # which must not gather anything
+    *(("torchvision", name) for name in ("resnet18", "ResNet, bottlenecks", "EfficientNet")),
+    *(("torchvision", name) for name in ("ConvNeXt", "DeepLabV3")),
+    *(("timm", name) for name in ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224")),
+    ("segmentation_models_pytorch", "Unet, resnet18"),
+    *(("monai", name) for name in ("UNet", "SegResNet", "SwinUNETR")),
+    *(("diffusers", name) for name in ("UNet2DConditionModel", "AutoencoderKL")),
+    *(("diffusers", name) for name in ("SD3Transformer2DModel", "FluxTransformer2DModel")),
+    *(("transformers", name) for name in ("BERT", "GPT2", "Llama", "CLIP")),
+    ("neuralop", "FNO"),
+)
 RESULTS = Path(__file__).parents[2] / "build" / "zoo"
 TOLERANCE = 1e-9  # relative to the largest value of a tensor, as `check_model` has it
 LIMIT = 120.0  # seconds for one entry on one grid; most take a few on a quiet machine

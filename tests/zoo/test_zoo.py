@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from entries import Grid, ZooEntry, ZooResult, all_entries, examine, split_name
+from entries import MOST_USED, Grid, ZooEntry, ZooResult, all_entries, examine, split_name
+from zoo_page import PAGE
 
 Run = Callable[..., list[Any]]
 
@@ -48,6 +49,15 @@ def test_a_model_is_exact(
     gathered = {*result.gathered}
     assert gathered <= entry.gathers, f"gathers {sorted(gathered)}"
     assert result.error <= entry.tolerance
+
+
+def test_of_the_most_used_none_gathers() -> None:
+    """In their entries, which `test_a_model_is_exact` holds them to, and on the page."""
+    entries = {(each.package, each.name): each for each in all_entries()}
+    assert len(MOST_USED) == len({*MOST_USED}) == 20
+    for each in MOST_USED:
+        assert not entries[each].gathers and not entries[each].raises, each
+    assert "Of the 20 most used, none gathers:" in PAGE.read_text()
 
 
 def test_every_entry_has_a_name_of_its_own_and_a_reason() -> None:

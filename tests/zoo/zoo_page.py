@@ -7,9 +7,11 @@ leaves the others as they are.
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from pathlib import Path
 
-from entries import FILES, ZooResult
+from entries import FILES, MOST_USED, ZooResult
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
@@ -22,9 +24,9 @@ two calls, in float64, with random weights. `make zoo` installs the packages, at
 
 - *split*: the number of parts of each dimension of the input (of pictures: batch, channels, height,
   width), and the mode of the model.
-- **✓**: everything is equal to 1e-9 of the largest value of its tensor; to 1e-5 for models that
-  compute norms, positions or losses in single precision, whatever their dtype. *error*: the largest
-  one that was found, so relative.
+- **✓**: everything is equal to 1e-9 of the largest value of its tensor; to 1e-6 or 1e-5 for models
+  that compute norms, positions or losses in single precision, whatever their dtype. *error*: the
+  largest one that was found, so relative.
 - **raises**: on all workers, before anything wrong is computed; a note below the table says why.
 - *sent*: what a worker sends in a step, forward and backward, most of which is gradients of weights
   where a model is as small as these are.
@@ -32,6 +34,7 @@ two calls, in float64, with random weights. `make zoo` installs the packages, at
   whole on every worker, which counts for much in small models.
 - *gathered*: functions that have no rule, and compute with whole operands on every worker.
 """
+TOOK = "One after the other, these take"
 COLUMNS = ("model", "split", "exact", "error", "sent", "memory", "gathered")
 
 
@@ -54,7 +57,7 @@ def section(package: str, results: list[ZooResult]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if notes:
         lines += ["", *(f"{number}. {text}" for text, number in notes.items())]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", f"{TOOK} {sum(each.seconds for each in results):.0f} s.", ""])
 
 
 def in_bytes(count: float) -> str:
@@ -73,18 +76,39 @@ def sections_of(text: str) -> dict[str, str]:
 
 
 def totals(sections: dict[str, str]) -> str:
-    """Of each package: its models, those exact on all grids, and those that gather nothing."""
-    lines = ["| package | models | exact | gather nothing |", "|---|---:|---:|---:|"]
-    sums = [0, 0, 0]
+    """Of each package: its models, those exact on all grids, those that gather nothing; seconds."""
+    titles = ["package", "models", "exact", "gather nothing", "seconds"]
+    rows = []
     for package, text in sections.items():
-        rows = [each.split(" | ") for each in text.splitlines() if each.startswith("| ")][1:]
-        names = {row[0] for row in rows}
-        inexact = {row[0] for row in rows if not row[2].startswith("✓")}
-        gathering = {row[0] for row in rows if "`" in row[-1]}
+        found = [each.split(" | ") for each in text.splitlines() if each.startswith("| ")][1:]
+        names = {row[0] for row in found}
+        inexact = {row[0] for row in found if not row[2].startswith("✓")}
+        gathering = {row[0] for row in found if "`" in row[-1]}
+        seconds = map(int, re.findall(rf"^{TOOK} (\d+) s\.$", text, re.MULTILINE))
         counts = [len(names), len(names - inexact), len(names - inexact - gathering)]
-        sums = [a + b for a, b in zip(sums, counts, strict=True)]
-        lines.append(f"| {package} | {' | '.join(map(str, counts))} |")
-    return "\n".join([*lines, f"| all | {' | '.join(map(str, sums))} |", ""])
+        rows.append([package, *counts, sum(seconds)])
+    if not all(TOOK in text for text in sections.values()):  # not known of all: no sum of them
+        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    rows.append(["all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])])
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (titles, *rows)]
+    return "\n".join([lines[0], f"|---|{'---:|' * (len(titles) - 1)}", *lines[1:], ""])
+
+
+def most_used(sections: dict[str, str]) -> str:
+    """What the table says of the twenty models that most people use."""
+    gathering = [
+        f"{package}'s {name}"
+        for package, name in MOST_USED
+        if f"| {name} | " not in sections.get(package, "")
+        or any("`" in row for row in sections[package].splitlines() if row.startswith(f"| {name} "))
+    ]
+    names = "; ".join(
+        f"of {package} "
+        + " and ".join(f"*{name}*" for other, name in MOST_USED if other == package)
+        for package in dict(MOST_USED)
+    )
+    verdict = "none gathers" if not gathering else f"these gather ({', '.join(gathering)})"
+    return textwrap.fill(f"Of the {len(MOST_USED)} most used, {verdict}: {names}.", 100) + "\n"
 
 
 def page(results: list[ZooResult], before: str) -> str:
@@ -95,7 +119,7 @@ def page(results: list[ZooResult], before: str) -> str:
         if found:
             known[package] = section(package, found)
     ordered = {package: known[package] for package in FILES if package in known}
-    return "\n".join([HEAD, totals(ordered), *ordered.values()])
+    return "\n".join([HEAD, totals(ordered), most_used(ordered), *ordered.values()])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.tensor import Tensor, from_local
+from tessel.transport import kept_in_job
 
 
 def from_dtensor(x: Any) -> Tensor:
@@ -50,6 +51,7 @@ def from_dtensor(x: Any) -> Tensor:
     if not isinstance(x, DTensor):
         raise TypeError(f"from_dtensor: expected a DTensor, got {type(x).__name__}")
     layout = layout_of(x.device_mesh, x.placements, x.shape)
+    _meshes()[_key(layout.partition, x.device_mesh.device_type)] = x.device_mesh
     # The gradient of a summand is that of the sum, which each worker has.
     gradients = [Replicate() if each.is_partial() else each for each in x.placements]
     return from_local(x.to_local(grad_placements=gradients), layout)
@@ -102,6 +104,20 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
     return Layout(partition, lengths, tuple(cuts), tuple(shared))
 
 
+@kept_in_job
+def _meshes() -> dict[tuple[Any, ...], Any]:
+    """The mesh of the last DTensor that came from the workers of a grid.
+
+    DTensors of meshes with other names cannot be combined. All workers make the same calls, so that
+    all of them know a mesh or none does.
+    """
+    return {}
+
+
+def _key(partition: Partition, device_type: str) -> tuple[Any, ...]:
+    return partition.ranks, partition.shape, device_type
+
+
 def to_dtensor(x: Tensor, mesh: Any) -> Any:
     """A spread tensor as a DTensor: see `Tensor.to_dtensor`."""
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -115,7 +131,7 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
         for axis in cut.axes:
             placements[axis] = Shard(dim)
     if mesh is None:
-        mesh = partition.to_mesh(x.device.type)
+        mesh = _meshes().get(_key(partition, x.device.type)) or partition.to_mesh(x.device.type)
     grid = getattr(mesh, "mesh", None)
     expected = torch.tensor(partition.ranks).reshape(partition.shape)
     if not (isinstance(grid, torch.Tensor) and torch.equal(grid.cpu().long(), expected)):

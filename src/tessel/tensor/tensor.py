@@ -202,8 +202,9 @@ class Tensor(torch.Tensor):
         ones `Partial()`. `tessel.from_dtensor` is the way back.
 
         Args:
-            mesh: a `DeviceMesh` with the same workers on the same grid; None for
-                `partition.to_mesh()`, for which all workers of the job call this.
+            mesh: a `DeviceMesh` with the same workers on the same grid; None for that of the last
+                DTensor that came from them by `from_dtensor`, or else for `partition.to_mesh()`,
+                for which all workers of the job call this.
 
         Raises:
             ValueError: if placements cannot say it, as parts that are not those of `torch.chunk`.

@@ -53,6 +53,9 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """softmax(Q Kᵀ / √E + mask) V."""
     given: Settings = dict(zip(_ATTENTION, args, strict=False)) | kwargs
     operands = tuple(given.pop(key, None) for key in _ATTENTION[:4])
+    # Before torch looks at them: it takes operands of several dtypes where it casts them itself,
+    # and it does not cast those without values by which it is asked.
+    operands = tuple(as_autocast(x) if isinstance(x, torch.Tensor) else x for x in operands)
     found = outlines(func, operands, given)  # torch's own errors
     call = _AttentionCall(name, func, operands, given, tuple(found.shape))
     return call.result()
@@ -84,7 +87,7 @@ class _AttentionCall:
     ) -> None:
         self.func, self.shape = func, shape
         found, self.is_causal, self.groups = named_operands(operands, given)
-        self.operands = tuple(map(as_autocast, found))
+        self.operands = found
         q, scale = self.operands[0], given.get("scale")
         self.scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else float(scale)
         self.p = float(given.get("dropout_p", 0.0))
