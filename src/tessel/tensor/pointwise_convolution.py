@@ -26,7 +26,8 @@ def convolve_pointwise(
 ) -> Tensor:
     """What torch's function computes with this stride, without padding and groups."""
     if max(stride) > 1:
-        x = x[..., *(slice(None, None, step) for step in stride)].contiguous()
+        read: tuple[Any, ...] = (..., *(slice(None, None, step) for step in stride))
+        x = x[read].contiguous()
     y: Tensor = function(x, weight, bias, dilation=2 if _is_for_onednn(x, weight) else 1)
     return y
 
@@ -34,7 +35,7 @@ def convolve_pointwise(
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == torch.float32
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and torch.get_num_threads() == 1
         and x.dim() == weight.dim()  # else x is one sample, without that dimension
         and x.shape[0] >= _LEAST_SAMPLES
