@@ -126,7 +126,7 @@ def test_shards_of_unknown_length(run: Run, nprocs: int) -> None:
     first, *others = run(of_unknown_length, nprocs=nprocs)
     assert all(other == first for other in others)
     if nprocs > 1:
-        assert first[0] is ValueError and "x.move_to(...)" in first[1]
+        assert first[0] is ValueError and "x.move_to(" in first[1]
 
 
 def no_shards() -> list[Any]:
@@ -165,7 +165,7 @@ def test_what_is_no_shard_raises_on_all_workers(run: Run) -> None:
     assert all([text for _, text in other][:7] == texts[:7] for other in others)
     several, copies, *lost, along, layout, where, mixed = first
     assert several[0] is copies[0] is ValueError
-    assert "x.move_to(...)" in several[1] and "x.move_to(...)" in copies[1]
+    assert "x.move_to(" in several[1] and "x.move_to(" in copies[1]
     assert all(kind is ValueError and "lost in `sum`" in text for kind, text in lost)
     for kind, text in (along, layout):
         assert kind is ValueError and "which says otherwise" in text

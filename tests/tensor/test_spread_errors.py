@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "max_unpool": (
         lambda: F.max_unpool1d(reals(6, 1, 2), split(torch.tensor([[[0, 9]]] * 6)), 2),
         ValueError,
-        "outside",
+        "out of bounds",
     ),
     "bincount": (lambda: torch.bincount(last_is(-1)), RuntimeError, "non-negative"),
     # was: a gathered copy of them was changed, and the change was lost

@@ -783,7 +783,7 @@ REFUSED = {
     "tied": "1.weight, 2.weight are one parameter",
     "gradient": "has a gradient",
     "hook": "has hooks",
-    "forward": "forward attribute of its own",
+    "forward": "forward of its own",
     "others": "same calls",
     "attention of one": "same calls",
 }
