@@ -34,7 +34,7 @@ static size_t num_bytes, slot_size;
 static sem_t wakeups[MOST_WORKERS];
 static word asleep[MOST_WORKERS];
 static char *controls[MOST_WORKERS][MOST_WORKERS], *slots[MOST_WORKERS][MOST_WORKERS];
-static word sent[MOST_WORKERS][MOST_WORKERS][LAST_DIRECT + 1], taken[MOST_WORKERS][MOST_WORKERS][POSTED + 1];
+static word sent[MOST_WORKERS][MOST_WORKERS][AROUND + 1], taken[MOST_WORKERS][MOST_WORKERS][POSTED + 1];
 
 static word *write_entry(word *at, int from, int to, int is_give, word offset) {
     const int other = is_give ? to : from;
@@ -142,7 +142,7 @@ int main(int argc, char **argv) {
             slots[from][to] = aligned_alloc(SIZE, SLOTS * slot_size);
             sem_init((sem_t *)controls[from][to], 1, 0);
             sem_init((sem_t *)(controls[from][to] + SIZE), 1, 0);
-            sent[from][to][NUM_FREE] = SLOTS;
+            sent[from][to][NUM_FREE] = SLOTS, sent[from][to][AROUND] = FAR;
             for (int i = 0; i < SLOTS; i++) sent[from][to][FREE + i] = SLOTS - 1 - i;
         }
     }

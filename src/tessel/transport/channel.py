@@ -4,7 +4,8 @@ A channel is a ring of headers and as many slots in the segment of its sender. T
 slot, names it in the next header and posts one semaphore; the receiver empties it and posts
 another: whoever sees a post sees what was written before it, on every processor. A sender never
 waits here: what finds no free slot stays in a queue. The slot that was emptied last is used first,
-since it may still be in the cache of the processor.
+since it may still be in the cache of the processor; only what the engine writes is spread over
+several places if it is large.
 
 How far an end is lies in words, which the engine (engine.c) reads and writes as well.
 """
@@ -24,6 +25,7 @@ from tessel.transport.board import END
 from tessel.transport.constants import (
     CALL,
     FAILED,
+    FAR,
     FREE,
     GROUP,
     HEADER,
@@ -34,6 +36,7 @@ from tessel.transport.constants import (
     NUM_FILLED,
     NUM_FREE,
     NUM_TAKEN,
+    OFFSET,
     PART,
     POSTED,
     SIZE,
@@ -108,7 +111,7 @@ class Slot:
         with torch.inference_mode(False):
             self._bytes = segment.bytes[start : start + size]
         self.reader: Reader | None = None
-        self._views: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
+        self._views: dict[tuple[torch.dtype, tuple[int, ...], int], Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -122,14 +125,15 @@ class Slot:
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """What is in the slot as a contiguous tensor."""
         # Kept, since a slice and two views take microseconds, as a small message does.
-        if (view := self._views.get((dtype, shape))) is not None:
+        begin = self.header[OFFSET]
+        if (view := self._views.get((dtype, shape, begin))) is not None:
             return view
         if len(self._views) >= VIEWS // SLOTS:
             self._views.clear()
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             size = torch.Size(shape).numel() * dtype.itemsize
-            view = self._bytes[:size].view(dtype).view(shape)
-        self._views[dtype, shape] = view
+            view = self._bytes[begin : begin + size].view(dtype).view(shape)
+        self._views[dtype, shape, begin] = view
         return view
 
     def read_words(self, count: int) -> bytes:
@@ -179,7 +183,10 @@ class Outgoing(Channel):
         self.emptied.initialise()
         self.queue: deque[Message] = deque()
         self._unread: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
-        self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0])
+        around = FAR // max(1, segment_map.num_workers - 1)
+        self.state = array(
+            "q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0, 0, around]
+        )
 
     def send(self, message: Message) -> None:
         """Send a message, as far as there is room for it."""
@@ -273,7 +280,7 @@ class Outgoing(Channel):
         state[USED + place] = number
         slot = self.slots[number]
         slot.header = self._headers[place]
-        slot.header[SLOT] = number
+        slot.header[SLOT], slot.header[OFFSET] = number, 0
         return slot
 
     def _publish(self) -> None:

@@ -82,6 +82,25 @@ static void end_stream(void) {
         for (size_t i = 0; i < bytes / sizeof(type); i++) d[i] += s[i]; \
     } while (0)
 
+/* What two terms of a sum are together. */
+#define SUM(type)                                                    \
+    do {                                                             \
+        type *restrict d = (type *)to;                               \
+        const type *restrict s = (const type *)first, *restrict t = (const type *)second; \
+        for (size_t i = 0; i < bytes / sizeof(type); i++) d[i] = s[i] + t[i]; \
+    } while (0)
+
+static void put_sum(char *to, const char *first, const char *second, size_t bytes, word kind) {
+    switch (kind) {
+    case FLOAT32: SUM(float); break;
+    case FLOAT64: SUM(double); break;
+    case INT8: SUM(uint8_t); break;
+    case INT16: SUM(uint16_t); break;
+    case INT32: SUM(uint32_t); break;
+    case INT64: SUM(uint64_t); break;
+    }
+}
+
 static void put(char *to, const char *from, size_t bytes, word kind) {
     switch (kind) {
     case COPIES: memcpy(to, from, bytes); break;
@@ -258,14 +277,50 @@ static void write_rendezvous(const word *entry, const char *x, char *room, word 
     }
 }
 
+/* A free slot, and where in it a message begins: small ones go where the last one was, which the cache still has, and
+ * larger ones around, over several places of each slot. */
+static word free_slot(const word *entry, word *offset) {
+    word *state = state_of(entry), depth = 1;
+    *offset = 0;
+    if (!entry[DIRECT] && entry[BYTES] >= SPREAD) {
+        const word around = state[AROUND], share = around / SLOTS;
+        const word most = share < entry[SLOT_SIZE] ? share : entry[SLOT_SIZE];
+        const word length = (entry[BYTES] + 63) / 64 * 64, places = length < most ? most / length : 1;
+        depth = (around - 1) / (places * length) + 1;
+        *offset = state[NUM_FILLED] / SLOTS % places * length;
+    }
+    word *free = state + FREE, at = depth < state[NUM_FREE] ? state[NUM_FREE] - depth : 0;
+    const word number = free[at];
+    for (state[NUM_FREE]--; at < state[NUM_FREE]; at++) free[at] = free[at + 1];
+    return number;
+}
+
+/* Nanoseconds of a KiB from which on a slot is written past the cache, for so many messages: where the other core is
+ * far away, whose lines a write has to fetch first. */
+enum { SLOW = 100, FOR_A_WHILE = 32 };
+
+static void write_slot(const word *entry, char *to, const char *from) {
+    word *past_cache = state_of(entry) + PAST_CACHE;
+    const int can = entry[BYTES] >= 2 * SPREAD && entry[RUN] % 64 == 0;
+    if (can && *past_cache > 0) {
+        put_all(to, from, entry + DIMS, entry[NUM_DIMS], (size_t)entry[RUN], STREAMS);
+        end_stream();
+        --*past_cache;
+        return;
+    }
+    const word since = can ? now() : 0;
+    carry(to, from, entry);
+    if (can && now() - since > entry[BYTES] / 1024 * SLOW) *past_cache = FOR_A_WHILE;
+}
+
 static void give(const word *entry, const char *x, char *room, word code, word call) {
-    word *state = state_of(entry), number = state[FREE + --state[NUM_FREE]];
+    word *state = state_of(entry), offset, number = free_slot(entry, &offset);
     word *head = header(entry, state[NUM_FILLED]);
     if (entry[DIRECT]) write_rendezvous(entry, x, room, (word *)slot(entry, number));
-    else carry(slot(entry, number), x + entry[X_OFFSET], entry);
+    else write_slot(entry, slot(entry, number) + offset, x + entry[X_OFFSET]);
     head[GROUP] = code, head[CALL] = call;
     head[WHOLE] = entry[BYTES], head[PART] = entry[DIRECT] ? RENDEZVOUS : entry[BYTES];
-    head[SLOT] = number;
+    head[SLOT] = number, head[OFFSET] = offset;
     state[USED + state[NUM_FILLED]++ % SLOTS] = number;
     if (entry[DIRECT]) state[LAST_DIRECT] = state[NUM_FILLED];
     publish(entry, filled(entry));
@@ -288,7 +343,7 @@ static int has_come(const word *entry, word code, word call) {
 static char *came(const word *entry, int *is_rendezvous) {
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
     *is_rendezvous = head[PART] == RENDEZVOUS;
-    return slot(entry, head[SLOT]);
+    return slot(entry, head[SLOT]) + head[OFFSET];
 }
 
 static void let_go(const word *entry) {
@@ -331,16 +386,24 @@ static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
     static char stage[BLOCK] __attribute__((aligned(64)));
     for (size_t at = 0; at < bytes; at += BLOCK) {
         const size_t part = bytes - at < BLOCK ? bytes - at : BLOCK;
+        const char *first = NULL; /* what the next term is added to, if that is not in its place */
         for (struct term *term = terms; term < terms + num_terms; term++) {
             const word kind = term->entry[KIND];
             const char *from = term->values ? term->values + at : stage;
+            if (kind == COPIES && term->values && num_terms > 1) {
+                first = from;
+                continue;
+            }
             if (!term->values) {
                 struct cursor here;
                 begin(&here, kind == COPIES ? y + at : stage, part, 0);
                 if (!read_from((pid_t)term->entry[DIRECT], &here, &term->there, part)) return 0;
             }
-            if (term->values || kind != COPIES) put(y + at, from, part, kind);
+            if (first) put_sum(y + at, first, from, part, kind);
+            else if (kind != COPIES || term->values) put(y + at, from, part, kind);
+            first = NULL;
         }
+        if (first) put(y + at, first, part, COPIES);
     }
     return 1;
 }
