@@ -31,6 +31,7 @@ from tessel.transport.constants import (
     HEADER,
     IS_ACTIVE,
     IS_BUSY,
+    IS_OFFERED,
     LAST_DIRECT,
     NUM_EMPTIED,
     NUM_FILLED,
@@ -89,10 +90,15 @@ class SegmentMap:
         """Where the semaphores and headers of the channel to a worker begin."""
         return END + place * (2 * SIZE + 8 * HEADER * SLOTS)
 
+    @property
+    def around(self) -> int:
+        """Bytes over which the engine spreads what it writes to one channel."""
+        return FAR // max(1, self.num_workers - 1) // PAGE * PAGE
+
     def slots(self, place: int) -> int:
-        """Where the slots of the channel to a worker begin."""
+        """Where the slots of the channel to a worker begin; its stage is behind them."""
         pages = -(-self.control(self.num_workers) // PAGE)
-        return pages * PAGE + place * SLOTS * self.slot_size
+        return pages * PAGE + place * (SLOTS * self.slot_size + self.around)
 
     @property
     def size(self) -> int:
@@ -183,10 +189,8 @@ class Outgoing(Channel):
         self.emptied.initialise()
         self.queue: deque[Message] = deque()
         self._unread: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
-        around = FAR // max(1, segment_map.num_workers - 1)
-        self.state = array(
-            "q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0, 0, around]
-        )
+        rest = [0, 0, segment_map.around, 0]
+        self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, *rest])
 
     def send(self, message: Message) -> None:
         """Send a message, as far as there is room for it."""
@@ -280,7 +284,8 @@ class Outgoing(Channel):
         state[USED + place] = number
         slot = self.slots[number]
         slot.header = self._headers[place]
-        slot.header[SLOT], slot.header[OFFSET] = number, 0
+        slot.header[SLOT] = number
+        slot.header[OFFSET] = slot.header[IS_OFFERED] = 0
         return slot
 
     def _publish(self) -> None:
