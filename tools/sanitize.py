@@ -28,6 +28,7 @@ COMMON = ("-g", "-O1", "-std=gnu11", "-fno-strict-aliasing", "-fno-omit-frame-po
 # (workers, calls, bytes of a message, mode)
 THREADS = (
     *((2, 3000, 64, "slots"), (3, 500, 1024, "slots"), (2, 300, 2**16, "direct")),
+    *((2, 200, 2**15, "slots"), (3, 40, 7 * 2**16, "one way direct")),  # spread, and offered
     *((2, 3000, 64, "early slots"), (3, 500, 1024, "early slots"), (2, 300, 2**16, "early direct")),
 )
 SANITIZERS = {

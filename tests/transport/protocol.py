@@ -13,7 +13,8 @@ What the steps stand for. The engine does the same in C, names in brackets.
     BEGIN     Group.attempt, Group.follow [py_again]: raise if there is an alarm, else begin the
               next call
     DRAIN     Outgoing._look_for_free [note_emptied]: lower `emptied`, put slots on the free stack
-    WRITE     Outgoing._next_slot and Message.write [give]: fill the slot that was freed last
+    WRITE     Outgoing._next_slot and Message.write [give]: fill the slot that was freed last; the
+              engine one that was freed before, as it does with large messages
     NAME      slot.header[...] = ... [give]: the slot, and the number of the call, in a header
     POST      Outgoing._publish [publish(filled)]: raise `filled`
     CHECK     Wakeup.notify [publish]: read whether the other worker sleeps
@@ -304,7 +305,10 @@ class Model:
                 next_channel()
         elif pc == WRITE:
             s[b + NUM_FREE] -= 1
-            slot = s[free + s[b + NUM_FREE]]
+            taken = 0 if mode == ENGINE else s[b + NUM_FREE]
+            slot = s[free + taken]
+            for freed in range(free + taken, free + s[b + NUM_FREE]):
+                s[freed] = s[freed + 1]
             if s[contents + slot]:
                 raise ProtocolError(f"worker {w} writes slot {slot} while it holds a message")
             s[contents + slot] = s[b + NEXT_OUT] + 1

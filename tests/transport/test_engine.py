@@ -262,7 +262,7 @@ def few_numbers(k: float) -> list[torch.Tensor]:
         (k * torch.arange(8.0))[::2],
         torch.arange(3.0).mul(k * (1 + 2j)).conj(),
         torch.ones(0),
-        torch.full((100_000,), k),
+        torch.full((500_000,), k),
     ]
 
 

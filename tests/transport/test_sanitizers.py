@@ -57,6 +57,22 @@ def test_a_slot_that_is_published_before_it_is_written_is_reported(tmp_path: Pat
     assert "data race" in caught.value.stderr
 
 
+@has_threads
+def test_a_block_that_is_offered_before_it_is_written_is_reported(tmp_path: Path) -> None:
+    text = (sanitize.SOURCE / "engine.c").read_text()
+    offer, write = (
+        "        __atomic_store_n(one->counts + OFFERED, ++one->next, __ATOMIC_RELEASE);\n",
+        "        if (is_past_cache(one->entry)) {\n",
+    )
+    assert text.count(offer) == text.count(write) == 1
+    changed = tmp_path / "changed.c"
+    changed.write_text(text.replace(offer, "").replace(write, offer + write))
+    program = sanitize.build_threads(changed, tmp_path / "threads")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        sanitize.run_threads(program, 2, 300, 40 * 2**16, "one way direct")
+    assert caught.value.returncode == 3 or "data race" in caught.value.stderr
+
+
 HERE = [name for name, options in sanitize.SANITIZERS.items() if sanitize.has(options[0])]
 FEW = ("tests/transport/test_engine.py", "-x", "-k", "finishes_a_sum_of_a_few")
 

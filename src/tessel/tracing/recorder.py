@@ -38,6 +38,7 @@ from tessel.core.move import Move, Stage
 from tessel.core.shared import GradientBucket
 from tessel.transport import NOTHING, Group, this_worker
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
+from tessel.transport.copy_program import CopyProgram
 from tessel.transport.host import LARGE_FOR_ENGINE
 
 ROWS = ("computing", "packing", "moving", "waiting", "agreeing")
@@ -435,15 +436,15 @@ def stage(recorder: Recorder, stage: Stage, x: Any, y: Any, is_there: bool) -> A
 def _follow(recorder: Recorder, own: Function) -> Function:
     """What the engine does, if it does: its result says so."""
 
-    def follow(group: Group, *exchange: Any) -> int:
+    def follow(group: Group, program: CopyProgram, *exchange: Any) -> int:
         notes = recorder.thread()
         if notes.is_inside:
-            return own(group, *exchange)
+            return own(group, program, *exchange)
         key = group._key()
         event = _exchange_event(notes)
         shown = recorder.begin_range(event.title)
         try:
-            num_received = own(group, *exchange)
+            num_received = own(group, program, *exchange)
         except BaseException as error:
             event.error, event.key = type(error).__name__, recorder.number(key)
             notes.note(event)
@@ -453,7 +454,7 @@ def _follow(recorder: Recorder, own: Function) -> Function:
         if num_received != NOTHING:  # else it goes another way
             event.key, event.way = recorder.number(key), _ENGINE
             event.sent, event.received = notes.bytes or ({}, {})
-            event.others = _readers(event.sent)
+            event.others = program.readers
             notes.note(event)
             notes.last = event
         return num_received

@@ -4,7 +4,8 @@ A channel is a ring of headers and as many slots in the segment of its sender. T
 slot, names it in the next header and posts one semaphore; the receiver empties it and posts
 another: whoever sees a post sees what was written before it, on every processor. A sender never
 waits here: what finds no free slot stays in a queue. The slot that was emptied last is used first,
-since it may still be in the cache of the processor.
+since it may still be in the cache of the processor; only what the engine writes is spread over
+several places if it is large.
 
 How far an end is lies in words, which the engine (engine.c) reads and writes as well.
 """
@@ -24,16 +25,19 @@ from tessel.transport.board import END
 from tessel.transport.constants import (
     CALL,
     FAILED,
+    FAR,
     FREE,
     GROUP,
     HEADER,
     IS_ACTIVE,
     IS_BUSY,
+    IS_OFFERED,
     LAST_DIRECT,
     NUM_EMPTIED,
     NUM_FILLED,
     NUM_FREE,
     NUM_TAKEN,
+    OFFSET,
     PART,
     POSTED,
     SIZE,
@@ -86,10 +90,15 @@ class SegmentMap:
         """Where the semaphores and headers of the channel to a worker begin."""
         return END + place * (2 * SIZE + 8 * HEADER * SLOTS)
 
+    @property
+    def around(self) -> int:
+        """Bytes over which the engine spreads what it writes to one channel."""
+        return FAR // max(1, self.num_workers - 1) // PAGE * PAGE
+
     def slots(self, place: int) -> int:
-        """Where the slots of the channel to a worker begin."""
+        """Where the slots of the channel to a worker begin; its stage is behind them."""
         pages = -(-self.control(self.num_workers) // PAGE)
-        return pages * PAGE + place * SLOTS * self.slot_size
+        return pages * PAGE + place * (SLOTS * self.slot_size + self.around)
 
     @property
     def size(self) -> int:
@@ -108,7 +117,7 @@ class Slot:
         with torch.inference_mode(False):
             self._bytes = segment.bytes[start : start + size]
         self.reader: Reader | None = None
-        self._views: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
+        self._views: dict[tuple[torch.dtype, tuple[int, ...], int], Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -122,14 +131,15 @@ class Slot:
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """What is in the slot as a contiguous tensor."""
         # Kept, since a slice and two views take microseconds, as a small message does.
-        if (view := self._views.get((dtype, shape))) is not None:
+        begin = self.header[OFFSET]
+        if (view := self._views.get((dtype, shape, begin))) is not None:
             return view
         if len(self._views) >= VIEWS // SLOTS:
             self._views.clear()
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             size = torch.Size(shape).numel() * dtype.itemsize
-            view = self._bytes[:size].view(dtype).view(shape)
-        self._views[dtype, shape] = view
+            view = self._bytes[begin : begin + size].view(dtype).view(shape)
+        self._views[dtype, shape, begin] = view
         return view
 
     def read_words(self, count: int) -> bytes:
@@ -179,7 +189,8 @@ class Outgoing(Channel):
         self.emptied.initialise()
         self.queue: deque[Message] = deque()
         self._unread: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
-        self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0])
+        rest = [0, 0, segment_map.around, 0]
+        self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, *rest])
 
     def send(self, message: Message) -> None:
         """Send a message, as far as there is room for it."""
@@ -274,6 +285,7 @@ class Outgoing(Channel):
         slot = self.slots[number]
         slot.header = self._headers[place]
         slot.header[SLOT] = number
+        slot.header[OFFSET] = slot.header[IS_OFFERED] = 0
         return slot
 
     def _publish(self) -> None:

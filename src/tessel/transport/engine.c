@@ -50,7 +50,7 @@ static void relax(void) {
 
 /* Copies of so many bytes do not go through the cache, which they would only fill: a line that is written whole is not
  * read before. A kind of copy beside those of programs. */
-enum { STREAMS = -1, MUCH = 1 << 22 };
+enum { STREAMS = -1, MUCH = 1 << 22, MOST = 1 << 24 };
 
 /* The next run lies `ahead`: processors do not foresee that some lines are left out. */
 static void stream(char *to, const char *from, size_t bytes, word ahead) {
@@ -81,6 +81,25 @@ static void end_stream(void) {
         const type *restrict s = (const type *)from;                 \
         for (size_t i = 0; i < bytes / sizeof(type); i++) d[i] += s[i]; \
     } while (0)
+
+/* What two terms of a sum are together. */
+#define SUM(type)                                                    \
+    do {                                                             \
+        type *restrict d = (type *)to;                               \
+        const type *restrict s = (const type *)first, *restrict t = (const type *)second; \
+        for (size_t i = 0; i < bytes / sizeof(type); i++) d[i] = s[i] + t[i]; \
+    } while (0)
+
+static void put_sum(char *to, const char *first, const char *second, size_t bytes, word kind) {
+    switch (kind) {
+    case FLOAT32: SUM(float); break;
+    case FLOAT64: SUM(double); break;
+    case INT8: SUM(uint8_t); break;
+    case INT16: SUM(uint16_t); break;
+    case INT32: SUM(uint32_t); break;
+    case INT64: SUM(uint64_t); break;
+    }
+}
 
 static void put(char *to, const char *from, size_t bytes, word kind) {
     switch (kind) {
@@ -121,11 +140,11 @@ static void put_all(char *to, const char *from, const word *dims, word num_dims,
             put_all(to, from, dims + 3, num_dims - 1, run, kind);
 }
 
-/* Whether a large copy has runs that are whole lines and begin at one. */
+/* Whether a large copy has runs that are whole lines and begin at one; what lies together is larger yet. */
 static int can_stream(const char *to, const word *entry) {
     word odd = (word)to | entry[RUN];
     for (word d = 0; d < entry[NUM_DIMS]; d++) odd |= entry[DIMS + 3 * d + 1];
-    return entry[KIND] == COPIES && entry[BYTES] >= MUCH && entry[NUM_DIMS] && odd % 64 == 0;
+    return entry[KIND] == COPIES && entry[BYTES] >= (entry[NUM_DIMS] ? MUCH : MOST) && odd % 64 == 0;
 }
 
 static void carry(char *to, const char *from, const word *entry) {
@@ -137,7 +156,7 @@ static void carry(char *to, const char *from, const word *entry) {
 /* --- the memory of other processes */
 
 /* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well. */
-enum { SEGMENTS = 256, BLOCK = 1 << 17, STAGE = 1 << 18 };
+enum { SEGMENTS = 256, STAGE = 1 << 18 };
 
 /* A place in a tensor: runs of bytes, and where in them one is. */
 struct cursor {
@@ -207,6 +226,35 @@ static int read_from(pid_t pid, struct cursor *to, struct cursor *from, size_t b
     return 1;
 }
 
+/* Copies between places and memory that lies together. */
+static void gather(char *to, struct cursor *from, size_t bytes, int streams) {
+    while (bytes) {
+        const size_t part = bytes < from->left ? bytes : from->left;
+        put(to, from->at, part, streams && part % 64 == 0 && (uintptr_t)to % 64 == 0 ? STREAMS : COPIES);
+        advance(from, part);
+        to += part;
+        bytes -= part;
+    }
+}
+
+static void scatter(struct cursor *to, const char *from, size_t bytes, int streams) {
+    while (bytes) {
+        const size_t part = bytes < to->left ? bytes : to->left;
+        put(to->at, from, part, streams && part % 64 == 0 && (uintptr_t)to->at % 64 == 0 ? STREAMS : COPIES);
+        advance(to, part);
+        from += part;
+        bytes -= part;
+    }
+}
+
+static void pass_over(struct cursor *c, size_t bytes) {
+    while (bytes) {
+        const size_t part = bytes < c->left ? bytes : c->left;
+        advance(c, part);
+        bytes -= part;
+    }
+}
+
 /* --- channels */
 
 static word *state_of(const word *entry) { return (word *)entry[STATE]; }
@@ -258,14 +306,125 @@ static void write_rendezvous(const word *entry, const char *x, char *room, word 
     }
 }
 
-static void give(const word *entry, const char *x, char *room, word code, word call) {
-    word *state = state_of(entry), number = state[FREE + --state[NUM_FREE]];
-    word *head = header(entry, state[NUM_FILLED]);
-    if (entry[DIRECT]) write_rendezvous(entry, x, room, (word *)slot(entry, number));
-    else carry(slot(entry, number), x + entry[X_OFFSET], entry);
+/* A free slot, and where in it a message begins: small ones go where the last one was, which the cache still has, and
+ * larger ones around, over several places of each slot. */
+static word free_slot(const word *entry, word *offset) {
+    word *state = state_of(entry), depth = 1;
+    *offset = 0;
+    if (!entry[DIRECT] && entry[BYTES] >= SPREAD) {
+        const word around = state[AROUND], share = around / SLOTS;
+        const word most = share < entry[SLOT_SIZE] ? share : entry[SLOT_SIZE];
+        const word length = (entry[BYTES] + 63) / 64 * 64, places = length < most ? most / length : 1;
+        depth = (around - 1) / (places * length) + 1;
+        *offset = state[NUM_FILLED] / SLOTS % places * length;
+    }
+    word *free = state + FREE, at = depth < state[NUM_FREE] ? state[NUM_FREE] - depth : 0;
+    const word number = free[at];
+    for (state[NUM_FREE]--; at < state[NUM_FREE]; at++) free[at] = free[at + 1];
+    return number;
+}
+
+/* Nanoseconds of a KiB from which on a slot is written past the cache, for so many messages: where the other core is
+ * far away, whose lines a write has to fetch first. */
+enum { SLOW = 100, FOR_A_WHILE = 32 };
+
+static int is_past_cache(const word *entry) {
+    word *past_cache = state_of(entry) + PAST_CACHE;
+    return *past_cache > 0 && (*past_cache)--;
+}
+
+static void note_speed(const word *entry, word bytes, word since) {
+    if (now() - since > bytes / 1024 * SLOW) state_of(entry)[PAST_CACHE] = FOR_A_WHILE;
+}
+
+static void write_slot(const word *entry, char *to, const char *from) {
+    if (entry[BYTES] < 2 * SPREAD || entry[RUN] % 64) {
+        carry(to, from, entry);
+    } else if (is_past_cache(entry)) {
+        put_all(to, from, entry + DIMS, entry[NUM_DIMS], (size_t)entry[RUN], STREAMS);
+        end_stream();
+    } else {
+        const word since = now();
+        carry(to, from, entry);
+        note_speed(entry, entry[BYTES], since);
+    }
+}
+
+/* --- offers: who waits until others have read its memory copies blocks of it to the stage of the channel meanwhile.
+ * Receivers take them there, which is faster than to have the system copy them, and read what is not there yet: nobody
+ * depends on an offer, and all of it is over when the slot is emptied that names the memory. */
+
+/* At most so many; nanoseconds for a block of one who is at it; blocks by which an owner gets ahead of a receiver who has
+ * read what would come next; and which are read at once where none is offered. */
+enum { MOST_OFFERS = 16, PATIENCE = 4000, LEAD = 2, AT_ONCE = 4 };
+
+struct offer {
+    const word *entry;
+    word *counts, next, ring;
+    struct cursor from;
+    size_t left;
+};
+static _Thread_local struct {
+    int count, is_patient;
+    struct offer each[MOST_OFFERS];
+} offers;
+
+static char *stage_of(const word *entry) { return slot(entry, SLOTS); }
+
+/* Begin to offer what a slot names; whether it is. The stage may have blocks of an earlier message that is not read. */
+static int begin_offer(const word *entry, word *rendezvous) {
+    word *state = state_of(entry);
+    struct offer *one = offers.each + offers.count;
+    const word ring = state[AROUND] / OFFER;
+    if (offers.count == MOST_OFFERS || ring < 2 || state[NUM_EMPTIED] < state[LAST_OFFERED]) return 0;
+    if (!begin_at_rendezvous(&one->from, rendezvous)) return 0;
+    one->entry = entry, one->counts = rendezvous, one->next = 0, one->ring = ring;
+    one->left = (size_t)entry[BYTES];
+    rendezvous[OFFERED_FROM] = rendezvous[OFFERED] = rendezvous[PASSED] = 0, rendezvous[RING] = ring;
+    state[LAST_OFFERED] = state[NUM_FILLED] + 1;
+    offers.count++;
+    return 1;
+}
+
+/* Copy one more block to a stage that has room for it; whether there is one. */
+static int offer_block(void) {
+    for (struct offer *one = offers.each; one < offers.each + offers.count; one++) {
+        const word passed = __atomic_load_n(one->counts + PASSED, __ATOMIC_ACQUIRE);
+        if (one->next < passed) {
+            for (const word until = passed + LEAD; one->next < until && one->left; one->next++) {
+                const size_t part = one->left < OFFER ? one->left : OFFER;
+                pass_over(&one->from, part);
+                one->left -= part;
+            }
+            __atomic_store_n(one->counts + OFFERED_FROM, one->next, __ATOMIC_RELEASE);
+        }
+        const size_t part = one->left < OFFER ? one->left : OFFER;
+        if (!one->left || one->next - passed >= one->ring) continue;
+        char *to = stage_of(one->entry) + one->next % one->ring * OFFER;
+        if (is_past_cache(one->entry)) {
+            gather(to, &one->from, part, 1);
+            end_stream();
+        } else {
+            const word since = now();
+            gather(to, &one->from, part, 0);
+            note_speed(one->entry, (word)part, since);
+        }
+        one->left -= part;
+        __atomic_store_n(one->counts + OFFERED, ++one->next, __ATOMIC_RELEASE);
+        return 1;
+    }
+    return 0;
+}
+
+static void give(const word *entry, const char *x, char *room, word code, word call, int offers_it) {
+    word *state = state_of(entry), offset, number = free_slot(entry, &offset);
+    word *head = header(entry, state[NUM_FILLED]), *rendezvous = (word *)slot(entry, number);
+    if (entry[DIRECT]) write_rendezvous(entry, x, room, rendezvous);
+    else write_slot(entry, slot(entry, number) + offset, x + entry[X_OFFSET]);
     head[GROUP] = code, head[CALL] = call;
     head[WHOLE] = entry[BYTES], head[PART] = entry[DIRECT] ? RENDEZVOUS : entry[BYTES];
-    head[SLOT] = number;
+    head[SLOT] = number, head[OFFSET] = offset;
+    head[IS_OFFERED] = entry[DIRECT] && offers_it && begin_offer(entry, rendezvous);
     state[USED + state[NUM_FILLED]++ % SLOTS] = number;
     if (entry[DIRECT]) state[LAST_DIRECT] = state[NUM_FILLED];
     publish(entry, filled(entry));
@@ -288,7 +447,7 @@ static int has_come(const word *entry, word code, word call) {
 static char *came(const word *entry, int *is_rendezvous) {
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
     *is_rendezvous = head[PART] == RENDEZVOUS;
-    return slot(entry, head[SLOT]);
+    return slot(entry, head[SLOT]) + head[OFFSET];
 }
 
 static void let_go(const word *entry) {
@@ -302,17 +461,60 @@ static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t
     static char stage[STAGE] __attribute__((aligned(64)));
     while (bytes) {
         size_t left = bytes < STAGE ? bytes : STAGE;
-        const char *next = stage;
         struct cursor here;
         begin(&here, stage, left, 0);
         if (!read_from(pid, &here, from, left)) return 0;
         bytes -= left;
-        while (left) {
-            const size_t part = left < to->left ? left : to->left;
-            put(to->at, next, part, streams && part % 64 == 0 ? STREAMS : COPIES);
-            advance(to, part);
-            next += part;
-            left -= part;
+        scatter(to, stage, left, streams);
+    }
+    if (streams) end_stream();
+    return 1;
+}
+
+/* The words of the next message's offer; NULL if there is none. */
+static word *offer_of(const word *entry) {
+    const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
+    return head[PART] == RENDEZVOUS && head[IS_OFFERED] ? (word *)slot(entry, head[SLOT]) : NULL;
+}
+
+/* A block in the stage, if it is there or its owner is at it; else NULL, and the caller reads it. */
+static const char *await_block(const word *entry, word *counts, word number) {
+    for (word until = 0; counts; relax()) {
+        const word offered = __atomic_load_n(counts + OFFERED, __ATOMIC_ACQUIRE);
+        const word from = __atomic_load_n(counts + OFFERED_FROM, __ATOMIC_ACQUIRE);
+        if (number < from) break;
+        if (number < offered) return stage_of(entry) + number % counts[RING] * OFFER;
+        if (offer_block()) continue; /* the owner may wait for those of this worker */
+        if (!offered || !offers.is_patient) break;
+        const word at = now();
+        if (!until) until = at + PATIENCE;
+        else if (at > until) break;
+    }
+    return NULL;
+}
+
+static void pass(word *counts, word number) { __atomic_store_n(counts + PASSED, number, __ATOMIC_RELEASE); }
+
+/* Copy from another process block by block, those that are offered from the stage. */
+static int read_blocks(const word *entry, struct cursor *to, struct cursor *from, word *counts, int streams) {
+    const pid_t pid = (pid_t)entry[DIRECT];
+    word number = 0;
+    for (size_t left = (size_t)entry[BYTES], part; left; left -= part) {
+        const char *values = await_block(entry, counts, number);
+        const word offered = __atomic_load_n(counts + OFFERED, __ATOMIC_ACQUIRE);
+        const word before = __atomic_load_n(counts + OFFERED_FROM, __ATOMIC_ACQUIRE) - number;
+        const word blocks = !offered || before > AT_ONCE ? AT_ONCE : before > 1 ? before : 1;
+        const size_t most = values ? OFFER : (size_t)blocks * OFFER;
+        part = left < most ? left : most;
+        if (values) {
+            scatter(to, values, part, streams);
+            pass_over(from, part);
+            pass(counts, ++number);
+        } else {
+            number += (word)((part + OFFER - 1) / OFFER);
+            pass(counts, number); /* before: the owner goes on behind it */
+            if (!(entry[RUN] < SHORTEST ? read_staged(pid, to, from, part, streams) : read_from(pid, to, from, part)))
+                return 0;
         }
     }
     if (streams) end_stream();
@@ -323,24 +525,44 @@ static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t
 struct term {
     const word *entry;
     const char *values; /* NULL where they have to be read */
+    word *counts;       /* of an offer, or NULL */
+    int is_staged;      /* whether the present block is */
     struct cursor there;
 };
 
 /* Sum up terms that lie together, block by block: the sum stays in the cache. */
 static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
-    static char stage[BLOCK] __attribute__((aligned(64)));
-    for (size_t at = 0; at < bytes; at += BLOCK) {
-        const size_t part = bytes - at < BLOCK ? bytes - at : BLOCK;
+    static char stage[OFFER] __attribute__((aligned(64)));
+    for (size_t at = 0; at < bytes; at += OFFER) {
+        const word number = (word)(at / OFFER);
+        const size_t part = bytes - at < OFFER ? bytes - at : OFFER;
+        const char *first = NULL; /* what the next term is added to, if that is not in its place */
         for (struct term *term = terms; term < terms + num_terms; term++) {
             const word kind = term->entry[KIND];
-            const char *from = term->values ? term->values + at : stage;
-            if (!term->values) {
+            const char *from =
+                term->values ? term->values + at : await_block(term->entry, term->counts, number);
+            term->is_staged = from && !term->values;
+            if (term->is_staged) pass_over(&term->there, part);
+            if (!from) {
                 struct cursor here;
+                if (term->counts) pass(term->counts, number + 1);
                 begin(&here, kind == COPIES ? y + at : stage, part, 0);
                 if (!read_from((pid_t)term->entry[DIRECT], &here, &term->there, part)) return 0;
+                if (kind == COPIES) continue;
+                from = stage;
             }
-            if (term->values || kind != COPIES) put(y + at, from, part, kind);
+            if (kind == COPIES) {
+                first = from;
+                continue;
+            }
+            if (first) put_sum(y + at, first, from, part, kind);
+            else put(y + at, from, part, kind);
+            first = NULL;
         }
+        if (first) put(y + at, first, part, COPIES);
+        for (struct term *term = terms; term < terms + num_terms; term++)
+            if (term->is_staged) pass(term->counts, number + 1);
+        offer_block();
     }
     return 1;
 }
@@ -350,13 +572,15 @@ static int take(const word *entry, char *y) {
     int is_rendezvous;
     char *from = came(entry, &is_rendezvous);
     if (is_rendezvous) {
-        struct term term = {.entry = entry};
+        struct term term = {.entry = entry, .counts = offer_of(entry)};
         struct cursor here;
         if (!begin_at_rendezvous(&term.there, (word *)from)) return 0;
         begin_at_target(&here, y, entry);
         const pid_t pid = (pid_t)entry[DIRECT];
         const size_t bytes = (size_t)entry[BYTES];
-        const int is_read = entry[KIND] != COPIES    ? sum_up(&term, 1, here.at, bytes)
+        const int is_read = entry[KIND] != COPIES ? sum_up(&term, 1, here.at, bytes)
+                            : term.counts
+                                ? read_blocks(entry, &here, &term.there, term.counts, can_stream(here.at, entry))
                             : entry[RUN] < SHORTEST
                                 ? read_staged(pid, &here, &term.there, bytes, can_stream(here.at, entry))
                                 : read_from(pid, &here, &term.there, bytes);
@@ -481,7 +705,7 @@ static int await_entry(const word *entry, const word *program, word call) {
     int found = look_for(entry, program[CODE], call);
     if (found) return found > 0;
     struct backoff backoff = begin_waiting(program);
-    while (!found && pause_once(&backoff)) found = look_for(entry, program[CODE], call);
+    while (!found && (offer_block() || pause_once(&backoff))) found = look_for(entry, program[CODE], call);
     end_waiting(&backoff);
     return found > 0;
 }
@@ -494,11 +718,14 @@ static int await_readers(const word *program, const word *gives) {
     for (word i = 0; i < program[NUM_GIVES] && are_done; i++, entry += entry[LENGTH]) {
         const word *state = state_of(entry);
         for (note_emptied(entry); entry[DIRECT] && state[NUM_EMPTIED] < state[LAST_DIRECT];
-             note_emptied(entry))
-            if (!pause_once(&backoff)) {
+             note_emptied(entry)) {
+            if (offer_block()) {
+                if (!backoff.is_asleep) backoff.until = now() + program[BACKOFF];
+            } else if (!pause_once(&backoff)) {
                 are_done = 0;
                 break;
             }
+        }
     }
     end_waiting(&backoff);
     return are_done;
@@ -530,6 +757,7 @@ static long take_blocked(const word *program, const word *entry, char *y, const 
         if (!is_there) return 0;
         char *from = came(entry, &is_rendezvous);
         terms[i].values = is_rendezvous ? NULL : from;
+        terms[i].counts = offer_of(entry);
         if (is_rendezvous && !begin_at_rendezvous(&terms[i].there, (word *)from)) return 0;
     }
     if (!sum_up(terms, num_takes, to, (size_t)terms[0].entry[BYTES])) return 0;
@@ -581,18 +809,30 @@ static const word *await_ready(const word *program) {
     return takes;
 }
 
+/* Whether this worker should offer what others read: it waits for them anyway, or for terms of a sum. Two workers that
+ * copy from each other are as fast if the system makes all copies. */
+static int should_offer(const word *program, const word *takes) {
+    for (word i = 0; i < program[NUM_TAKES] && !program[IS_BLOCKED]; i++, takes += takes[LENGTH])
+        if (takes[CONTROL] && takes[KIND] == COPIES) return 0;
+    return program[IS_LARGE];
+}
+
 /* How many of the entries were taken, in their order. */
 static long run(const word *program, char *y, const char *x, word call, char *room) {
     const word num_gives = program[NUM_GIVES], num_takes = program[NUM_TAKES];
     word since = is_clocked ? now() : 0;
     const word *gives = program + ENTRIES, *takes = await_ready(program), *entry = gives;
     if (!takes) return NOTHING;
-    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, room, program[CODE], call);
+    offers.is_patient = !program[YIELDS];
+    const int offers_it = should_offer(program, takes);
+    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH])
+        give(entry, x, room, program[CODE], call, offers_it);
     count_time(PACK, &since);
     const long taken = program[IS_BLOCKED] ? take_blocked(program, takes, y, x, call, &since)
                                          : take_in_order(program, takes, y, x, call, &since);
     const int is_unread = taken == num_takes && program[IS_LARGE] && !await_readers(program, gives);
     count_time(WAIT, &since);
+    offers.count = 0; /* what is left of them is read */
     return is_unread ? UNREAD : taken;
 }
 
@@ -603,7 +843,7 @@ static int start(const word *program, char *y, const char *x, word call, word *s
     const word *entry = program + ENTRIES, *takes = ready(program);
     if (!takes) return 0;
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) {
-        give(entry, x, NULL, program[CODE], call);
+        give(entry, x, NULL, program[CODE], call, 0);
         if (entry[DIRECT]) started[i] = state_of(entry)[NUM_FILLED];
     }
     count_time(PACK, &since);

@@ -30,7 +30,7 @@ from tessel.nn.init import shard_init_helper_
 from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
 from tessel.nn.parallel.drawing import layout_of, shard_layout
 from tessel.testing import count_memory, count_traffic
-from tessel.transport.host import LARGE_FOR_ENGINE
+from tessel.transport.host import MOST_WRITTEN
 from windowed_cases import raised
 
 Run = Callable[..., list[Any]]
@@ -379,7 +379,7 @@ def memory(dim: int, size: int) -> tuple[int, int, int]:
         layer = ParallelLinear(size, size, dim=dim)
     shard, whole = layer.weight.nbytes, size * size * 4
     # Gloo sends contiguous tensors; and columns, of which a row is short, are packed to be read.
-    is_packed = not transport.shares_memory() or (dim == 0 and shard >= LARGE_FOR_ENGINE)
+    is_packed = not transport.shares_memory() or (dim == 0 and shard >= MOST_WRITTEN)
     packed = whole - shard if is_packed else 0
     return counted.peak - packed, shard, whole
 
