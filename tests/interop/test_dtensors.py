@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,38 @@ def own_meshes() -> None:
 
 def test_partitions_and_meshes(run: Run) -> None:
     run(own_meshes, nprocs=4)
+
+
+def rows_of_a_mesh() -> None:
+    """Each worker gets the partition of its own row, and layers compute there."""
+    world = tessel.world()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "space"))
+    for name, rows in (("space", [(0, 1), (2, 3)]), ("data", [(0, 2), (1, 3)])):
+        mine = next(row for row in rows if world.rank in row)
+        for _ in range(2):
+            P = Partition.from_mesh(mesh[name])
+            assert P.ranks == mine and P.shape == (2,)
+        # as `tessel.nn` computes there: other values in each row
+        own = data((3,), seed=world.rank)
+        total = tessel.nn.AllSumReduce(P, [0])(own)
+        close(total, data((3,), seed=mine[0]) + data((3,), seed=mine[1]))
+        grid = P.create_cartesian_topology_partition([1, 1, 2])
+        layer, whole = torch.nn.Conv1d(1, 1, 3, padding=1).double(), data((1, 1, 5), seed=mine[0])
+        torch.nn.init.constant_(layer.weight, 0.5)
+        torch.nn.init.constant_(layer.bias, 0.1)
+        model = tessel.nn.distribute_module(layer, grid)
+        layout = Layout.balanced(grid, whole.shape)
+        expected = torch.nn.functional.conv1d(whole, layer.weight, layer.bias, padding=1)
+        close(model(layout.local_part(whole)), layout.local_part(expected))
+    wrong = SimpleNamespace(mesh=torch.tensor([0, 1] if world.rank < 3 else [1, 3]))
+    with pytest.raises(
+        ValueError, match=r"do not overlap, got those of workers \(0, 1\), \(1, 3\)"
+    ):
+        Partition.from_mesh(wrong)
+
+
+def test_rows_of_a_mesh(run: Run) -> None:
+    run(rows_of_a_mesh, nprocs=4)
 
 
 def round_trips() -> None:

@@ -86,9 +86,12 @@ class Used:
         for one, other in zip(self.expected, got, strict=True):
             self.close(one, other, limit)
 
-    def close(self, one: Tensor, other: Any, limit: float | None = None) -> None:
+    def close(
+        self, one: Tensor, other: Any, limit: float | None = None, scale: float | None = None
+    ) -> None:
+        """Equal, relative to the largest value if no scale is given."""
         whole = other.full() if isinstance(other, tessel.Tensor) else other
-        scale = max(float(one.detach().abs().max()), 1e-12)
+        scale = scale or max(float(one.detach().abs().max()), 1e-12)
         error = float((one.detach() - whole.detach()).abs().max()) / scale
         assert error <= (self.tolerance if limit is None else limit), error
 
@@ -102,7 +105,7 @@ def state(used: Used) -> None:
     with torch.no_grad():
         for each in plain.parameters():
             each.zero_()
-    plain.load_state_dict(torch.load(file))
+    plain.load_state_dict(torch.load(file, weights_only=False))  # neuralop's has functions in it
     used.assert_same(used.converted(plain))
 
 
@@ -148,12 +151,16 @@ def recomputed(used: Used) -> None:
     ).backward()
     got = {n: p.grad for n, p in spread.named_parameters() if p.grad is not None}
     assert expected.keys() == got.keys()
+    # some have gradients of zero, but for rounding, as biases of keys
+    largest = max(float(each.abs().max()) for each in expected.values())
     for name, each in expected.items():
-        used.close(each, got[name], 1e2 * used.tolerance)  # of the largest value of each gradient
+        used.close(each / largest, got[name] / largest, scale=1.0)
 
 
 def in_halves(used: Used) -> None:
     """Autocast gives the same dtypes, and values that differ by its own rounding."""
+    if any(each.is_complex() for each in used.model.parameters()):
+        return  # `float()` leaves them in double precision, with which torch's own model raises
     found = []
     for model, inputs in ((used.made(), used.inputs), (used.converted(), used.parts)):
         with torch.autocast("cpu", torch.bfloat16):
@@ -182,7 +189,7 @@ def trained(used: Used) -> None:
             scheduler.step()
         results.append([*norms, *model.parameters()])
     for one, other in zip(*results, strict=True):
-        used.close(one, other, 1e2 * used.tolerance)  # as above
+        used.close(one, other, 1e2 * used.tolerance)  # clipping divides by a norm of large numbers
 
 
 USES = (state, copied, hooked, averaged, compiled_inside, recomputed, in_halves, trained)

@@ -147,16 +147,22 @@ class Partition:
     def from_mesh(cls, mesh: Any) -> Partition:
         """The workers of a `DeviceMesh` on its grid: axis k is the mesh's dimension k.
 
-        All workers of the job call this. A part of a mesh (`mesh["space"]`) is another on each
-        worker: make the partition of the whole mesh, and take its `slices`.
+        All workers of the job call this. A part of a mesh (`mesh["space"]`) has other workers on
+        each of its rows: all workers make the partitions of all rows, and each gets its own.
 
         Args:
             mesh: a `torch.distributed.DeviceMesh`.
+
+        Raises:
+            ValueError: if rows of different workers overlap.
         """
         numbers = getattr(mesh, "mesh", None)
         if not isinstance(numbers, torch.Tensor):
             raise TypeError(f"from_mesh: expected a torch.distributed.DeviceMesh, got {mesh!r}")
-        return cls(tuple(numbers.flatten().tolist()), tuple(numbers.shape))
+        ranks, shape = tuple(numbers.flatten().tolist()), tuple(numbers.shape)
+        for row in _rows_of_all(ranks):
+            cls(row, (len(row),))  # its group, which all workers make together
+        return cls(ranks, shape)
 
     def to_mesh(self, device_type: str | None = None, names: Sequence[str] | None = None) -> Any:
         """These workers on their grid as a `torch.distributed.DeviceMesh`; kept for the job.
@@ -296,6 +302,21 @@ class HypotheticalPartition(Partition):
 
     def _find_places(self) -> None:
         """There is nothing to find."""
+
+
+def _rows_of_all(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The workers of each row of a mesh, of which this worker knows its own.
+
+    They ask in each call: whether rows were seen before, some workers would answer otherwise.
+    """
+    everyone = transport.group_of(range(transport.num_workers()))
+    rows = sorted({*everyone.share_objects(ranks)})
+    if len({worker for row in rows for worker in row}) < sum(map(len, rows)):
+        raise ValueError(
+            f"from_mesh: expected one mesh on all workers, or rows of one that do not overlap, got "
+            f"those of workers {', '.join(map(str, rows))}"
+        )
+    return tuple(rows)
 
 
 def world() -> Partition:
