@@ -148,6 +148,7 @@ def assert_same(script: str, printed: str, once: str, nprocs: int, limit: float 
         assert said in printed if script == "classes" else workers
 
 
+@pytest.mark.limit(300)  # segment takes most of a minute on a machine that does nothing else
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_script_runs(run: Run, tmp_path: Path, alone: Alone, script: str) -> None:
     once = alone(script)
@@ -234,6 +235,7 @@ def test_llama_learns_as_one_process_does(run: Run, tmp_path: Path) -> None:
         assert float(ours) == pytest.approx(float(theirs), abs=2e-4)
 
 
+@pytest.mark.limit(300)
 def test_segment_reads_files_in_parts(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("monai")
     segment = importlib.import_module("tessel.examples.segment")
