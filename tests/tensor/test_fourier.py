@@ -1,6 +1,6 @@
 """Spectra in converted models: they stay where they were computed, and few values travel.
 
-Tests `tensor/rules/fourier.py`, `tensor/rules/hosting.py`.
+Tests `tensor/rules/fourier.py`, `tensor/rules/hosting.py`, `tensor/unfinished.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,89 @@ def turned(x: Tensor) -> Tensor:
     return torch.fft.irfft2(spectrum * 2, s=(16, 12), dim=(1, 2)).permute(0, 3, 1, 2) * x
 
 
-FUNCTIONS = [modes, filtered, in_another_order, of_three, longer, hermitian, turned]
+HALF = (2, 4, 16, 7)  # the shape of a real transform
+
+
+def corners(x: Tensor) -> Tensor:
+    """What the first Fourier neural operators did."""
+    spectrum, out = torch.fft.rfft2(x), torch.zeros(HALF, dtype=torch.complex128)
+    mixing = values((4, 4), 5).to(spectrum.dtype)
+    out[:, :, :3, :4] = torch.einsum("bixy,io->boxy", spectrum[:, :, :3, :4], mixing)
+    out[:, :, -3:, :4] = torch.einsum("bixy,io->boxy", spectrum[:, :, -3:, :4], mixing.T)
+    return torch.fft.irfft2(out, s=x.shape[-2:])
+
+
+def taken_and_used_whole(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), torch.zeros(HALF, dtype=torch.complex128)
+    few = spectrum[..., :3]
+    shifted = torch.fft.fftshift(spectrum)
+    out[..., :3] = few
+    out[..., 2:4] = spectrum[..., 4:6] * shifted[..., 4:6]  # over one of these
+    return torch.fft.irfft2(out) * spectrum.abs().mean() + shifted.abs()[:, :, 3, 3, None, None]
+
+
+def changed(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), torch.zeros(HALF, dtype=torch.complex128)
+    spectrum[..., :3] *= 2
+    spectrum[:, :, 2:4] += 1
+    out[..., :3] = spectrum[..., :3]
+    out *= 3
+    return torch.fft.irfft2(out)
+
+
+def written_after_a_shift(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.fft2(x), torch.zeros(SHAPE, dtype=torch.complex128)
+    out[:, :, :5, 3:8] = spectrum[:, :, 2:7, 3:8]
+    shifted = torch.fft.ifftshift(out)
+    shifted[:, :, 1:3] = spectrum[:, :, 1:3]
+    return (torch.fft.ifft2(shifted, norm="ortho") * torch.fft.ifft2(out)).real
+
+
+def of_some_channels(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), torch.zeros(HALF, dtype=torch.complex128)
+    out[:, 1:3, :4, :4] = spectrum[:, :2, :4, :4]
+    return torch.fft.irfft2(out)
+
+
+def of_no_modes(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), torch.zeros(HALF, dtype=torch.complex128)
+    out[:, :, :0, :4] = spectrum[:, :, :0, :4]
+    torch.fft.rfft2(x)  # which nobody asks for
+    return torch.fft.irfft2(out) + x
+
+
+def summed(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), torch.zeros(HALF, dtype=torch.complex128)
+    out[:, :, :5, :4] = spectrum[:, :, :5, :4]
+    assert not out.requires_grad or spectrum.requires_grad
+    return torch.fft.irfft(out.sum(2).abs() + out[:, :, 1].real)[:, :, None] * x
+
+
+def with_steps(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft2(x)
+    return spectrum[:, :, ::2, 1:5:2].abs() + spectrum[:, 0:1, ::2, None, 3].real
+
+
+def of_three_in_corners(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfftn(x, dim=(1, 2, 3))
+    out = torch.zeros(HALF, dtype=torch.complex128)
+    for rows in (slice(0, 4), slice(-4, None)):
+        for channels in (slice(0, 1), slice(-1, None)):
+            out[:, channels, rows, :4] = spectrum[:, channels, rows, :4] * 2
+    return torch.fft.irfftn(out, s=(4, 16, 12), dim=(1, 2, 3))
+
+
+def on_a_finer_grid(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), torch.zeros(2, 4, 20, 10, dtype=torch.complex128)
+    out[:, :, :4, :4] = spectrum[:, :, :4, :4]
+    return torch.fft.irfft2(out, s=(20, 18))
+
+
+FUNCTIONS = [
+    *(modes, filtered, in_another_order, of_three, longer, hermitian, turned, corners),
+    *(taken_and_used_whole, changed, written_after_a_shift, of_some_channels, of_no_modes),
+    *(summed, with_steps, of_three_in_corners, on_a_finer_grid),
+]
 
 
 class Function(nn.Module):
@@ -98,9 +180,9 @@ def test_spectra_in_models(run: Run, function: Any, grid: Any) -> None:
     run(compared, function, grid, nprocs=grid[0] * grid[1] * grid[2] * grid[3])
 
 
-def sent() -> int:
-    P = tessel.world().create_cartesian_topology_partition((1, 1, 2, 1))
-    model = tessel.nn.distribute_module(Function(modes), P, fallback="raise")
+def sent(function: Any, grid: tuple[int, ...]) -> int:
+    P = tessel.world().create_cartesian_topology_partition(grid)
+    model = tessel.nn.distribute_module(Function(function), P, fallback="raise")
     x = tessel.spread(values(SHAPE, 1), P)
     with torch.no_grad():
         model(x)
@@ -109,8 +191,90 @@ def sent() -> int:
     return traffic.bytes_sent
 
 
-def test_a_spectral_layer_sends_a_spectrum_there_and_back(run: Run) -> None:
-    rows = 16 * 2 * 4 * 8  # bytes of one frequency of the half of the rows
-    # Three of seven frequencies there; two of the four that are kept, and six of sixteen rows of
-    # them, to the worker that has none; four back.
-    assert max(run(sent, nprocs=2)) <= (3 + 4) * rows + 2 * rows * 6 // 8
+@pytest.mark.parametrize("function", [modes, corners])
+def test_only_modes_that_are_taken_travel(run: Run, function: Any) -> None:
+    mode = 16 * 2 * 4 * 8  # bytes of one frequency along the half of the other dimension
+    # Of four frequencies two there, and two back.
+    assert run(sent, function, (1, 1, 2, 1), nprocs=2) == [4 * mode] * 2
+
+
+def alone_in_a_model(function: Callable[[Tensor], Any]) -> None:
+    P = tessel.world().create_cartesian_topology_partition((1, 1, 2, 1))
+    model = tessel.nn.distribute_module(Function(function), P, fallback="raise")
+    model(tessel.spread(values(SHAPE, 1), P))
+
+
+def shown_by_one(x: Tensor) -> Tensor:
+    spectrum: Any = torch.fft.rfft2(x)
+    if tessel.world().rank == 0:  # nothing is sent
+        assert "not computed yet" in repr(spectrum) and spectrum.requires_grad
+    return spectrum[..., :3].abs()
+
+
+def with_gradients_of_spectra(x: Tensor) -> Tensor:
+    first, second = torch.fft.rfft2(x), torch.fft.rfft2(x)
+    first.retain_grad()
+    loss = first[..., :3].abs().sum() + second[..., :3].abs().sum()
+    loss.backward(retain_graph=True)
+    torch.testing.assert_close(
+        first.grad.full()[..., :3],  # type: ignore[union-attr]
+        torch.sgn(first.detach()[..., :3].full()),
+    )
+    assert not first.grad.full()[..., 3:].any()  # type: ignore[union-attr]
+    for ask in (
+        second.retain_grad,
+        lambda: second.register_hook(print),
+        lambda: torch.autograd.grad(loss, second),
+        lambda: loss.backward(inputs=[second]),
+    ):
+        with pytest.raises(ValueError, match="before the first slice"):
+            ask()
+    return x
+
+
+def changed_by_a_view(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft2(x)
+    few = spectrum[..., :3]
+    few *= 2
+    with pytest.raises(ValueError, match="changed in place by way of a view"):
+        spectrum.abs()
+    return x
+
+
+def kept_from_changes(x: Tensor) -> Tensor:
+    """Changes of what it was made of come too late for a spectrum."""
+    y = x * 2
+    spectrum, expected = torch.fft.rfft2(y), torch.fft.rfft2(x * 2).abs().clone()
+    y.zero_()
+    torch.testing.assert_close(spectrum.abs().full(), expected.full())
+    out = torch.zeros(HALF, dtype=torch.complex128)
+    few = torch.fft.rfft2(x)[..., :3].clone()
+    out[..., :3] = few
+    with torch.no_grad():
+        few.zero_()
+    assert out.abs().sum() > 0
+    return x
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    """Where a spectrum is finished says nothing of its gradient."""
+    spectrum = torch.fft.rfft2(x)
+    with torch.no_grad():
+        apart = torch.fft.rfft2(x)
+        spectrum.abs()
+    with torch.inference_mode():
+        third = torch.fft.rfft2(x)
+    assert spectrum.abs().requires_grad and not apart.abs().requires_grad
+    assert not third.abs().requires_grad
+    return spectrum[..., :2].abs() + apart[..., :2].abs() + third[..., :2].abs()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(shown_by_one, with_gradients_of_spectra, changed_by_a_view, kept_from_changes),
+        without_gradients,
+    ],
+)
+def test_uses_of_unfinished_spectra(run: Run, function: Any) -> None:
+    run(alone_in_a_model, function, nprocs=2)

@@ -18,6 +18,7 @@ from tessel.core.agreement import agree
 from tessel.core.layout import Layout
 from tessel.tensor.table import in_backward, in_checkpoint, is_whole, outlining, running
 from tessel.tensor.tensor import Tensor
+from tessel.tensor.unfinished import Zeros, left_unfinished, may_wait
 
 # whether a tensor is not the running model's alone, but an argument of its call or kept in it
 belongs_elsewhere: ContextVar[Callable[[torch.Tensor], bool] | None] = ContextVar(
@@ -53,10 +54,17 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
         and x._use_count() == 1  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(storage._cdata) == 2
     )
-    heard = agree(target.partition, call, numbers=[int(is_alone)])
-    if not all(alone for (alone,) in heard.numbers.values()):
+    # Spectra begin as zeros, which need not be computed with.
+    is_zero = x.is_complex() and may_wait() and not torch.count_nonzero(x)
+    heard = agree(target.partition, call, numbers=[int(is_alone), int(is_zero)])
+    if not all(alone for alone, _ in heard.numbers.values()):
         return False
-    with torch.no_grad():
-        new: Any = Tensor(target.local_part(x).clone(), target)
+    new: Any
+    if all(zero for _, zero in heard.numbers.values()):
+        like = x.new_empty(())
+        new = left_unfinished(like, target, Zeros((0,) * x.dim(), like, target))
+    else:
+        with torch.no_grad():
+            new = Tensor(target.local_part(x).clone(), target)
     torch.utils.swap_tensors(x, new)
     return True

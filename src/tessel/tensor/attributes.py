@@ -42,7 +42,6 @@ OF_THE_PART = frozenset(
             "is_contiguous",
             "is_conj",
             "is_neg",
-            "retain_grad",
         ),
         *("get _backward_hooks", "get _post_accumulate_grad_hooks", "is_pinned", "is_shared"),
     )
@@ -86,10 +85,11 @@ def is_nested(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("get requires_grad", "get grad_fn", "get is_leaf")
 def history(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What autograd knows of the part; of the wrapper, where code went round torch's functions."""
+    x = args[0]
     with DisableTorchFunctionSubclass():
-        if args[0].grad_fn is not None:
-            return func(*args)
-    return func(args[0]._part)
+        if x.grad_fn is not None or (name == "get requires_grad" and "_unfinished" in x.__dict__):
+            return func(x)
+    return func(x._part)
 
 
 @rule("get grad")
@@ -161,7 +161,12 @@ def register_hook(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         found = hook(Tensor(grad, layout))
         return None if found is None else part_like(found, layout)
 
-    return open_part(x).register_hook(spread_hook)
+    return _derived(x).register_hook(spread_hook)
+
+
+@rule("retain_grad")
+def retain_grad(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
+    _derived(args[0]).retain_grad()
 
 
 @rule("register_post_accumulate_grad_hook")
@@ -187,7 +192,7 @@ def backward(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     torch.autograd.backward(
         [_raw(each) for each in outputs],
         [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
-        inputs=None if inputs is None else [_raw(each) for each in _listed(inputs)],
+        inputs=None if inputs is None else [_derived(each) for each in _listed(inputs)],
         **settings,
     )
 
@@ -209,7 +214,7 @@ def derive(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     grads = [None] * len(outputs) if given is None else _listed(given)
     found = torch.autograd.grad(
         [_raw(each) for each in outputs],
-        [_raw(each) for each in inputs],
+        [_derived(each) for each in inputs],
         [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
         **settings,
     )
@@ -227,6 +232,17 @@ _GRAD = (
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _derived(value: Any) -> Any:
+    """What stands in autograd's graph for a tensor whose gradient is asked for."""
+    if isinstance(value, Tensor) and "_was_cut" in value.__dict__:
+        raise ValueError(
+            f"the gradient of this tensor of shape {tuple(value._layout.shape)} is unknown: slices "
+            f"were computed without the rest of it; ask for it (retain_grad, register_hook) before "
+            f"the first slice is taken, or derive by the slices"
+        )
+    return _raw(value)
 
 
 def _raw(value: Any) -> Any:
@@ -304,6 +320,8 @@ def formatted(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
 def shown(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
     """The global shape, the layout, and this worker's values; nothing is sent."""
     x = args[0]
+    if "_unfinished" in x.__dict__:  # workers that show nothing would not help to finish it
+        return f"tessel.Tensor(shape={tuple(x._layout.shape)}, {x._layout}, not computed yet)"
     layout, part = x._layout, x._part
     if is_whole(layout) and not layout.is_outside:
         where = f"whole on {layout.partition}"

@@ -474,6 +474,8 @@ def withhold_original(copy: Tensor) -> None:
     `x`. In between, and if it never comes, `x` does not have the values that torch's would have.
     """
     original = copy._originals[0]()
+    if "_unfinished" in original.__dict__:
+        _ = original._part  # it is finished, so that it can be withheld
     for reference in list(original.__dict__["_copies"]):
         other = reference()
         if other is not None and other is not copy:

@@ -60,12 +60,21 @@ def is_spread(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-class _Outdated:
-    """In the place of a part that was taken away: see `outdate_copies`, `withhold_original`."""
+class _Missing:
+    """In the place of a part that is not there.
+
+    It is not computed yet: then it is now. Or it was taken away: see `outdate_copies`,
+    `withhold_original`.
+    """
 
     def __get__(self, x: Tensor | None, kind: Any = None) -> Any:
         if x is None:
             return self
+        unfinished = x.__dict__.get("_unfinished")
+        if unfinished is not None:
+            x._part = unfinished.finished(x._layout)
+            del x.__dict__["_unfinished"]
+            return x._part
         if "_withheld" in x.__dict__:
             raise ValueError(
                 f"this tensor of shape {tuple(x._layout.shape)} was changed in place by way of a "
@@ -92,7 +101,7 @@ class Tensor(torch.Tensor):
     (torch.Size([4, 6]), torch.Size([4, 6]), 24.0)
     """
 
-    _part: torch.Tensor = _Outdated()  # type: ignore[assignment]  # found if there is none
+    _part: torch.Tensor = _Missing()  # type: ignore[assignment]  # found if there is none
     _layout: Layout
     _originals: tuple[Any, ...]  # what torch would have a view of, and this is a copy of
     above: ClassVar[Handler]  # what is done with a torch function

@@ -61,6 +61,7 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
+from tessel.tensor.unfinished import note_piece, unfinished_of
 from tessel.transport import kept_in_job
 
 Run = tuple[int, int, int]  # start, stop and step
@@ -135,7 +136,11 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         for each, n in zip((i for i in items if i is not None), base._layout.shape, strict=True)
     ]
     news = tuple(k for k, each in enumerate(items) if each is None)
-    y = _picked(base, tuple(picks), news)
+    y = None
+    if base.__dict__.get("_unfinished") is not None and items == picks:
+        y = _picked_early(base, picks)
+    if y is None:
+        y = _picked(base, tuple(picks), news)
     left = [each for each in items if not isinstance(each, int)]
     if not any(isinstance(each, torch.Tensor) for each in left):
         # by which x[1:] += 1 knows that it puts back what it took
@@ -144,6 +149,20 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return _looked_up(
         name, y, {k: each for k, each in enumerate(left) if isinstance(each, torch.Tensor)}
     )
+
+
+def _picked_early(x: Tensor, picks: Sequence[Pick]) -> Tensor | None:
+    """Slices of a tensor that is not finished, before it is; None if it has to be."""
+    unfinished = unfinished_of(x)
+    runs = [pick for pick in picks if not isinstance(pick, int) and pick[2] == 1]
+    if unfinished is None or len(runs) < len(picks):
+        return None
+    y = unfinished.picked(runs)
+    if y is None:
+        return None
+    if y.requires_grad:
+        x.__dict__["_was_cut"] = True  # gradients of the slice do not pass through x
+    return note_view(y, x, copied=True)
 
 
 def _is_index(item: Any) -> bool:
@@ -408,6 +427,12 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     given = key if isinstance(key, tuple) else (key,)
     if "_withheld" in x.__dict__ and not any(map(is_mask, given)):
         put_back(x, _items(name, key, x._layout), value)
+    if (
+        unfinished_of(x) is not None
+        and not any(is_mask(each) or _is_index(each) for each in given)
+        and note_piece(x, _items(name, key, x._layout), value)
+    ):
+        return
     check_change(name, x, held_layouts(args))
     if any(map(is_mask, given)):
         _assign_at_mask(name, x, given, value)
