@@ -38,7 +38,11 @@ UNO = {
     "channel_mlp_skip": "linear",
 }
 
-entry = partial(ZooEntry, "neuralop", train=(ROWS, SAMPLES), eval=(QUARTERS, COLUMNS))
+# Models of these put the kept modes into zeros of single precision, whatever their dtype: what is
+# transformed in another order, as where the last dimension is split, is rounded otherwise.
+entry = partial(
+    ZooEntry, "neuralop", train=(ROWS, SAMPLES), eval=(QUARTERS, COLUMNS), tolerance=1e-6
+)
 
 ENTRIES = [
     entry("FNO", model("FNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 16, 12)),
@@ -48,9 +52,8 @@ ENTRIES = [
         floats(1, 3, 8, 8, 6),
         train=(SLABS,),
         eval=(BEAMS,),
-        tolerance=1e-5,  # neuralop puts the kept modes into zeros in single precision
     ),
     entry("TFNO", model("TFNO", n_modes=(6, 6), n_layers=2, rank=0.3), floats(2, 3, 16, 12)),
     entry("UNO", model("UNO", **UNO), floats(2, 3, 16, 12)),
-    entry("SFNO", model("SFNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 12, 24)),
+    entry("SFNO", model("SFNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 12, 24), tolerance=1e-9),
 ]
