@@ -15,7 +15,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not alone"
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m alone
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m alone # they wait for much of their time
 
 test-quick: $(READY)
 	$(BIN)/pytest --quick -n 2 --dist worksteal -m "not alone"

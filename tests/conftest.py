@@ -25,9 +25,13 @@ gc.disable()  # until all is collected: of what imports make nothing is garbage
 torch.set_num_threads(1)  # of this process: tensors are small here, and more threads only wait
 
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
-# tensors of some functions, and with forward mode
-PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage")
-ALONE = ("launch", "transport")  # folders whose tests share the machine with one other at most,
+# tensors of some functions, and with forward mode, and its graphs of autograd with inductor
+PRELOAD = (
+    *("torch._dynamo", "torch._dynamo.backends.common", "torch._inductor.pattern_matcher"),
+    *("torch._decomp.decompositions_for_jvp", "torch.distributed.fsdp", "torch.distributed.optim"),
+    *("deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage"),
+)
+ALONE = ("launch", "transport")  # folders whose tests share the machine with two others at most,
 # but for these, of values alone
 BESIDE = (
     *("test_launchers", "test_message", "test_protocol", "test_sanitizers"),
@@ -103,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): time limit of a test, else {LIMIT:g} s")
     config.addinivalue_line("markers", "slow: takes seconds, of processor time; not for --quick")
     config.addinivalue_line(
-        "markers", "alone: watches processes, memory or time; at most one other runs beside it"
+        "markers", "alone: watches processes, memory or time; at most two others run beside it"
     )
     config.addinivalue_line(
         "markers", "ends_workers: of the pool, whose imports are lost; runs last"

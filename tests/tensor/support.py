@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from fnmatch import filter as filter_names
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -402,9 +402,13 @@ Found = dict[str, dict[str, Line]]  # by section and functions
 
 def fitting(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """The names that fit any of the patterns, each of which must fit one."""
-    for pattern in patterns:
-        assert any(fnmatchcase(name, pattern) for name in names), f"no case fits {pattern!r}"
-    return [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
+    known = {*names}
+    found = known & {*patterns}  # most are names: every worker asks for hundreds of them
+    for pattern in {*patterns} - found:
+        fit = filter_names(names, pattern)
+        assert fit, f"no case fits {pattern!r}"
+        found.update(fit)
+    return [name for name in names if name in found]
 
 
 @kept_in_job

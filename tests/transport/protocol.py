@@ -139,6 +139,25 @@ class Model:
         size = RINGS + 5 * self.slots
         return [WORDS * self.num_workers + size * c for c in range(len(self.channels))]
 
+    @cached_property
+    def places(self) -> list[list[tuple[int, ...]]]:
+        """The channels of each worker, outgoing ones first, with where their words begin.
+
+        Of each: its number, its counts, headers, numbers, contents, free and used slots. Behind
+        the last there is none.
+        """
+        return [
+            [
+                *((c, *(self.base[c] + n for n in (0, *self._rings))) for c in (*outs, *ins)),
+                (-1, *[0] * 6),
+            ]
+            for outs, ins in zip(self.outs, self.ins, strict=True)
+        ]
+
+    @cached_property
+    def _rings(self) -> list[int]:
+        return [RINGS + k * self.slots for k in range(5)]
+
     def start(self) -> list[int]:
         state: list[int] = []
         for _ in range(self.num_workers):
@@ -150,7 +169,7 @@ class Model:
             state += [*counts, *empty, *empty, *empty, *range(self.slots), *empty]
         return state + [0] * GLOBAL
 
-    def steps(self, state: list[int], worker: int) -> Iterator[tuple[str, list[int]]]:
+    def steps(self, state: bytearray, worker: int) -> Iterator[tuple[str, bytearray]]:
         """What a worker may do next, and what is then."""
         own = WORDS * worker
         pc = state[own]
@@ -168,7 +187,7 @@ class Model:
         self._do(new, worker, pc)
         yield NAMES[pc], new
 
-    def _misfortunes(self, state: list[int], worker: int) -> Iterator[tuple[str, list[int]]]:
+    def _misfortunes(self, state: bytearray, worker: int) -> Iterator[tuple[str, bytearray]]:
         own, pc, ill = WORDS * worker, state[WORDS * worker], self.ends + ILL
         if worker == self.dies:
             new = state.copy()
@@ -193,7 +212,7 @@ class Model:
             self._leave_call(new, worker)
             yield "it leaves a call", new
 
-    def _leave_call(self, s: list[int], w: int) -> None:
+    def _leave_call(self, s: bytearray, w: int) -> None:
         """Go on with the next call, whatever was done of this one."""
         own = WORDS * w
         s[own + ITS_CALL] += 1
@@ -204,7 +223,7 @@ class Model:
             s[self.base[c] + NEXT_IN] = s[own + ITS_CALL] * self.pieces
         s[own] = BEGIN
 
-    def _wake(self, state: list[int], worker: int) -> Iterator[tuple[str, list[int]]]:
+    def _wake(self, state: bytearray, worker: int) -> Iterator[tuple[str, bytearray]]:
         own = WORDS * worker
         if state[own + MODE] == ENGINE:  # its time may be over, at any time
             new = state.copy()
@@ -222,7 +241,7 @@ class Model:
             new[own] = self._first(worker)
             yield "SLEEP", new
 
-    def _is_vain(self, s: list[int], w: int) -> bool:
+    def _is_vain(self, s: bytearray, w: int) -> bool:
         """Whether a worker that looks would find that it waits in vain."""
         if s[WORDS * w + ALARM] and self.mutation != "waits do not look at the alarm":
             return True
@@ -235,7 +254,7 @@ class Model:
             self._is_gone(s, self.channels[c][1], c, EMPTIED) for c in readers
         )
 
-    def _is_gone(self, s: list[int], other: int, channel: int, count: int) -> bool:
+    def _is_gone(self, s: bytearray, other: int, channel: int, count: int) -> bool:
         """Whether a worker is dead, or has ended its program and has left nothing to be looked at.
 
         One whose calls raise may still compute, for as long as it likes: others need the alarm.
@@ -243,23 +262,15 @@ class Model:
         pc = s[WORDS * other]
         return pc == DEAD or (pc == END and not s[self.base[channel] + count])
 
-    def number(self, s: list[int], w: int, call: int) -> int:
+    def number(self, s: bytearray, w: int, call: int) -> int:
         """What the messages of a call carry."""
         return (call + s[WORDS * w + SHIFT]) % 256
 
-    def _do(self, s: list[int], w: int, pc: int) -> None:
+    def _do(self, s: bytearray, w: int, pc: int) -> None:
         own, S, mutation = WORDS * w, self.slots, self.mutation
         outs, ins = self.outs[w], self.ins[w]
         at = s[own + AT]  # the channel that is looked at, outgoing ones first
-        if at < len(outs):
-            channel = outs[at]
-        elif at < len(outs) + len(ins):
-            channel = ins[at - len(outs)]
-        else:
-            channel = -1
-        b = self.base[channel] if channel >= 0 else 0
-        heads, numbers = b + RINGS, b + RINGS + S
-        contents, free, used = numbers + S, numbers + 2 * S, numbers + 3 * S
+        channel, b, heads, numbers, contents, free, used = self.places[w][at]
         goal = (s[own + ITS_CALL] + 1) * self.pieces
         begun = min(s[own + ITS_CALL] + self.ahead, self.calls) * self.pieces
         mode = s[own + MODE]
@@ -435,11 +446,11 @@ class Model:
         else:
             raise AssertionError(pc)
 
-    def _notify(self, s: list[int], other: int) -> None:
+    def _notify(self, s: bytearray, other: int) -> None:
         wakeups = WORDS * other + WAKEUPS
         s[wakeups] = min(s[wakeups] + 1, MOST_WAKEUPS)
 
-    def _has_gone(self, s: list[int], channel: int, goal: int) -> bool:
+    def _has_gone(self, s: bytearray, channel: int, goal: int) -> bool:
         """Whether a worker has sent all of a call, and all was read that lies in its memory."""
         b = self.base[channel]
         left_out = s[b + NEXT_OUT] - s[b + NUM_FILLED]  # of calls that this worker has left
@@ -447,7 +458,7 @@ class Model:
             return s[b + NUM_EMPTIED] + left_out >= goal
         return s[b + NEXT_OUT] >= goal
 
-    def _decide(self, s: list[int], w: int, goal: int) -> None:
+    def _decide(self, s: bytearray, w: int, goal: int) -> None:
         own = WORDS * w
         is_done = all(self._has_gone(s, c, goal) for c in self.outs[w]) and all(
             s[self.base[c] + NEXT_IN] >= goal for c in self.ins[w]
@@ -475,7 +486,7 @@ class Model:
         else:
             s[own] = SLEEP if s[own + SAYS] else SLEEPY
 
-    def _raise(self, s: list[int], w: int) -> None:
+    def _raise(self, s: bytearray, w: int) -> None:
         """Tell one worker after the other, this one first; then its program goes on."""
         own, told = WORDS * w, s[WORDS * w + TOLD]
         is_passed_on = self.mutation != "the alarm is not passed on"
@@ -524,7 +535,7 @@ def explore(model: Model, limit: int = 2_000_000) -> int:
     while level:
         found: list[bytes] = []
         for key in level:
-            state, can_step = list(key), False
+            state, can_step = bytearray(key), False
             try:
                 for worker in range(model.num_workers):
                     for name, new in model.steps(state, worker):

@@ -207,12 +207,12 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
                 return torch.compiler.disable(method)(self, *args, **kwargs)
             module = getattr(self, holder) if holder else self
             _be_ready()
-            modes: list[bool] = []
+            modes = ""
             names: list[str] = []
             values: list[Tensor] = []
             if isinstance(module, torch.nn.Module):
                 # a graph is that of a mode: it is made anew when one of these changes
-                modes = [each.training for each in module.modules()]
+                modes = "".join(["t" if each.training else "e" for each in module.modules()])
                 own = self.plain_parameters()
                 for key, value in module.named_parameters() if own is None else own.items():
                     names.append(key)
@@ -220,9 +220,10 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
                 for key, buffer in module.named_buffers():
                     names.append(key)
                     values.append(buffer)
-            result = _called[0](
-                self.handle, name, holder, modes, names, values, kinds, args, kwargs
-            )
+            # Dynamo follows torch's pytrees through all that it hands over: so one text
+            count = str(len(args))
+            texts = _BETWEEN.join([self.handle, name, holder, modes, count, *kinds, *names])
+            result = _called[0](texts, *args, *values, **kwargs)
             kind = _kind_given(self.handle) if self.gives_kinds else None
             return result if kind is None else result.as_subclass(kind)
 
@@ -259,24 +260,28 @@ def _be_ready() -> bool:
     return True
 
 
-def _run(
-    handle: str,
-    name: str,
-    holder: str,
-    modes: list[bool],
-    names: list[str],
-    values: list[Tensor],
-    kinds: list[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call a method with these tensors in the places of the module's own."""
+_BETWEEN = "\0"  # texts that are handed over as one
+
+
+def _run(texts: str, /, *given: Any, **kwargs: Any) -> Any:
+    """Call a method with these tensors in the places of the module's own.
+
+    Args:
+        texts: the handle of the object, the name of its method, the attribute with the module, the
+            modes of this, the number of the arguments, the key of the class of each argument, and
+            the name of each tensor.
+        given: the arguments of the method, and then the parameters and buffers of the module.
+        kwargs: of the method.
+    """
     from torch.nn.utils.stateless import _reparametrize_module
 
+    handle, name, holder, _, count, *rest = texts.split(_BETWEEN)
+    args, values = given[: int(count)], given[int(count) :]
+    kinds, names = rest[: len(args) + len(kwargs)], rest[len(args) + len(kwargs) :]
     caller = object_of(handle)
     module = getattr(caller, holder) if holder else caller
-    given = dict(zip(names, values, strict=True))
-    with _reparametrize_module(module, given, tie_weights=True) if given else nullcontext():
+    own = dict(zip(names, values, strict=True))
+    with _reparametrize_module(module, own, tie_weights=True) if own else nullcontext():
         # By what it is called with, as before 2.13 torch does not say that it traces. Tensors with
         # values come from a backend that runs what Dynamo gives it.
         if detect_fake_mode((values, args, kwargs)) is None:
