@@ -286,7 +286,7 @@ def test_what_a_prior_does_wrong_is_noticed_by_all(run: Run) -> None:
 
 
 def repaired() -> float:
-    """A prior that raises twice, where there are patches: on two workers of three; then it works."""
+    """A prior that raises twice on two workers of three, those with patches; then it works."""
     is_broken = [True]
 
     def denoise(x: Tensor) -> Tensor:
