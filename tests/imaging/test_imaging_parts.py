@@ -218,11 +218,41 @@ def changed_blurs() -> list[Any]:
     return [kind(filter_of(3, 3), padding="circular") for kind in (Adjoint, Derivative, Normal)]
 
 
+class Conjugate:
+    """A mask for real images, and something else for complex ones."""
+
+    mask = values((7, 9), 4)
+
+    def A(self, x: Tensor) -> Tensor:
+        return self.mask * x.conj()
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return (self.mask * y).conj()
+
+
+class RealPart(Conjugate):
+    """Another one, whose measurements are real."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return self.mask * x.real
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return self.mask * y
+
+
 def check_whole(grid: tuple[int, ...]) -> None:
     from deepinv.physics import MRI
 
     layout = spatial_layout((2, 3, 7, 9), grid)
     check_physics(Turned(9), layout, is_local=False)
+    real, imaginary = values(layout.shape, 5), values(layout.shape, 6)
+    x = torch.complex(real, imaginary)
+    for physics in (Conjugate(), RealPart()):
+        operator = partition_physics(physics, layout)
+        assert isinstance(operator, Whole), type(physics).__name__
+        measured = operator.A(layout.local_part(x))
+        if operator.here:
+            close("of complex images", measured, physics.A(x), TOLERANCE)
     for blur in changed_blurs():
         check_changed(blur, layout)
     mri = MRI(img_size=(2, 7, 9), mask=(values((1, 2, 7, 9), 2) > 0).double())

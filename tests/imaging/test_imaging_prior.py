@@ -285,6 +285,29 @@ def test_what_a_prior_does_wrong_is_noticed_by_all(run: Run) -> None:
         assert "pass it in shared={...} of DistributedPrior" in text
 
 
+def repaired() -> float:
+    """A prior that raises twice on two workers of three, those with patches; then it works."""
+    is_broken = [True]
+
+    def denoise(x: Tensor) -> Tensor:
+        if is_broken[0]:
+            raise IndexError("no such patch")
+        return 2 * x
+
+    with DistributedContext() as ctx, torch.no_grad():
+        settings = {"split_dims": -1, "num_splits": 2}
+        prior = DistributedPrior(ctx, denoise, "basic", (1, 1, 4, 4), settings)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="prox, which raised IndexError: no such patch"):
+                prior.prox(torch.ones(1, 1, 4, 4))
+        is_broken[0] = False
+        return float(prior.prox(torch.ones(1, 1, 4, 4)).sum())
+
+
+def test_a_prior_that_raised_can_be_called_again(run: Run) -> None:
+    assert run(repaired, nprocs=3) == [32.0] * 3
+
+
 def frozen() -> bool:
     """Worker 1 does not train, which the others must hear of."""
     with DistributedContext() as ctx:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import tessel
@@ -586,6 +587,35 @@ def check_shapes_in_place() -> None:
             assert x.shape == shape and tuple(x.local.shape) == x.layout.local_shape
 
 
+def check_collectives() -> None:
+    """Those of torch.distributed work on whole values; what they would write into parts is lost."""
+    world, x = tessel.world(), spread()
+    if world.size == 1:
+        return
+    loss = x.square().mean()
+    expected = world.size * loss.item()
+    dist.all_reduce(loss)
+    assert loss.item() == pytest.approx(expected)
+    plain = [torch.zeros(SHAPE, dtype=x.dtype) for _ in range(world.size)]
+    for collective in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.gather(x, plain if world.rank == 0 else None, 0),
+        lambda: dist.scatter(x, plain if world.rank == 0 else None, 0),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.all_gather_into_tensor(torch.cat(plain), x),
+        lambda: dist.all_to_all_single(plain[0], x),
+        lambda: dist.recv(x, 0),
+        lambda: dist.send(x, 0),
+        lambda: dist.all_gather([torch.zeros_like(x) for _ in range(world.size)], x),
+    ):
+        with pytest.raises(ValueError, match=r"torch.distributed's .* needs all values"):
+            collective()
+    close("unchanged", x.full(), values(SHAPE, 1))
+    dist.all_gather(plain, x.full())
+    close("gathered", plain[-1], values(SHAPE, 1))
+
+
 def check_layers() -> None:
     """Layers over partitions take spread tensors, and give them."""
     P = rows(3)
@@ -626,7 +656,7 @@ CHECKS = (
         check_modes,
         check_fallback,
     ),
-    *(check_making, check_bad_input, check_layers, check_outside, check_grids),
+    *(check_making, check_bad_input, check_collectives, check_layers, check_outside, check_grids),
     *(check_comparisons, check_other_dtypes, check_detach_in_place, check_initialization),
     *(check_named_arguments, check_shapes_in_place, check_changes_of_what_was_moved),
 )

@@ -496,13 +496,12 @@ class DistributedPhysics:
             agree(self.partition, f"{call.name}{problem}")
         if problem:
             raise ValueError(f"{call.name}{problem}")
+        # Of a call that raised, workers tell each other again when it is repeated.
+        self._checked.add((call.name, torch.is_grad_enabled()))
 
     def _is_new(self, call: OperatorCall) -> bool:
-        """Whether this is the first such call, of which all workers tell each other how it went."""
-        kind = call.name, torch.is_grad_enabled()
-        is_new = kind not in self._checked
-        self._checked.add(kind)
-        return is_new
+        """Whether no such call was made yet of which all workers know that it works."""
+        return (call.name, torch.is_grad_enabled()) not in self._checked
 
     def agree_on_result(
         self, said: str, own: Signature, what: str, givers: Sequence[int] | None = None

@@ -187,10 +187,11 @@ class DistributedPrior:
             raise
         problem = problems[0] if problems else ""
         if is_new:
-            self._checked.add(mode)
             agree(layout.partition, f"{said} {problem}")
         if problem:
             raise ValueError(problem)
+        # Of a call that raised, workers tell each other again when it is repeated.
+        self._checked.add(mode)
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)

@@ -119,6 +119,8 @@ def name_of(func: Any) -> str:
         return f"operator {func.name()}"
     if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
         return f"init {func.__name__}"
+    if getattr(func, "__module__", "").startswith("torch.distributed."):  # gather, scatter, …
+        return f"collective {func.__name__}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
     return str(func.__name__)
@@ -135,6 +137,8 @@ def rule_of(name: str) -> Rule:
         return overload
     if name.startswith("init "):
         return random.initialize
+    if name.startswith("collective "):
+        return collective
     if name in attributes.OF_THE_WHOLE:
         return attributes.of_the_whole
     if name in attributes.OF_THE_PART:
@@ -157,6 +161,16 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(common_seed(number))
         return of_whole(name, func, args, kwargs)
+
+
+def collective(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A function of torch.distributed, which writes into its operands: only into whole ones.
+
+    What it would write into the whole of a tensor in parts would be lost.
+    """
+    for each in spread_among(args, kwargs):
+        attributes.check_values(each, f"torch.distributed's `{name.partition(' ')[2]}`")
+    return func(*parts(args), **parts(kwargs))
 
 
 def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -453,6 +467,8 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if func._schema.is_mutable:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
+    if func.namespace == "c10d":  # its schemas do not say what is written
+        return collective(f"collective {name}", func, args, kwargs)
     is_of_elements = torch.Tag.pointwise in func.tags
     with below_autograd():
         args, kwargs = mapped(of_values, args), mapped(of_values, kwargs)
