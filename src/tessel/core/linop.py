@@ -7,7 +7,7 @@ operator itself, and the gradient is its adjoint.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -646,6 +646,11 @@ def _values_of(x: Any) -> Any:
     return x.as_subclass(Tensor)
 
 
+def _all_values(xs: Iterable[Any]) -> list[Any]:
+    """The same of several, most of which are plain."""
+    return [x if type(x) is Tensor or x is None else _values_of(x) for x in xs]
+
+
 class _Apply(torch.autograd.Function):
     """The gradient of A is A.H, itself recorded, so that derivatives of every order exist.
 
@@ -715,7 +720,7 @@ class _ApplyProduct(_ApplyAnyMode):
     def forward(  # type: ignore[override]
         x: Tensor, anchor: None, product: BilinearMap, *factors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        y = product._apply(*map(_values_of, (x, *factors)))
+        y = product._apply(*_all_values((x, *factors)))
         return y, y.new_empty(0)
 
     @staticmethod
@@ -766,7 +771,7 @@ class _ApplyMap(_ApplyAnyMode):
     def forward(  # type: ignore[override]
         function: DifferentiableMap, *xs: Tensor | None
     ) -> tuple[Tensor, ...]:
-        return function._apply(*map(_values_of, xs))
+        return function._apply(*_all_values(xs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -781,6 +786,6 @@ class _ApplyMap(_ApplyAnyMode):
         kept, n = ctx.saved_tensors, ctx.num_inputs
         with transport.Tagged(ctx.call):
             found = ctx.function.vjp(
-                [_values_of(grad) for grad in grads], ctx.needs_input_grad[1:], kept[:n], kept[n:]
+                _all_values(grads), ctx.needs_input_grad[1:], kept[:n], kept[n:]
             )
         return None, *found

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import cached_property
+from itertools import chain, zip_longest
 from operator import call, is_
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule, Proxy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -361,23 +363,34 @@ class Contents:
                 modules[id(module)] = module
                 if module._modules:
                     waiting += [each for each in module._modules.values() if each is not None][::-1]
-        held = modules.values()
-        parameters = {id(p): p for m in held for p in m._parameters.values() if p is not None}
-        buffers = {id(b): b for m in held for b in m._buffers.values() if b is not None}
-        self.unentered = [
+        self._held = held = modules.values()
+        self.is_split = False
+        self.parameters = _different([each._parameters.values() for each in held])
+        self.values = [*self.parameters, *_different([each._buffers.values() for each in held])]
+
+    @cached_property
+    def unentered(self) -> list[nn.Module]:
+        found = [
             module
-            for module in held
-            if not isinstance(module.__dict__.get("forward"), Entrance)
+            for module in self._held
+            if type(module.__dict__.get("forward")) is not Entrance
             and not isinstance(module, Layer | DistributedDataParallel)
         ]
-        if self.unentered:
-            of_weights = _modules_of_weights(self.unentered)
-            self.unentered = [each for each in self.unentered if id(each) not in of_weights]
+        of_weights = _modules_of_weights(found) if found else ()
+        return [each for each in found if id(each) not in of_weights]
+
+    @cached_property
+    def sharded(self) -> list[nn.Module]:
         kinds = sharded_kinds()
-        self.sharded = [each for each in held if isinstance(each, kinds)] if kinds else []
-        self.is_split = False
-        self.parameters = list(parameters.values())
-        self.values = [*self.parameters, *buffers.values()]
+        return [each for each in self._held if isinstance(each, kinds)] if kinds else []
+
+
+def _different(held: Iterable[Iterable[Tensor | None]]) -> list[Any]:
+    """The tensors of modules, each once, in their order; in few steps of Python."""
+    values = [*chain.from_iterable(held)]
+    found = dict(zip(map(id, values), values, strict=True))
+    found.pop(id(None), None)
+    return list(found.values())
 
 
 def _modules_of_weights(modules: Iterable[nn.Module]) -> set[int]:
@@ -445,10 +458,12 @@ class Entrance(HasHandle):
         if self.own is not None:
             return self.own(*args, **kwargs)
         if not isinstance(module, _WITH_OTHER_CODE):
-            method = _found_in(type(module), self.name)
+            kind = type(module)
+            # of most modules it is in their own class
+            method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
             if type(method) is FunctionType:
                 return method(module, *args, **kwargs)
-            return method.__get__(module, type(module))(*args, **kwargs)  # say, a static one
+            return method.__get__(module, kind)(*args, **kwargs)  # say, a static one
         if isinstance(module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
             return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
         return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
@@ -459,7 +474,7 @@ class Entrance(HasHandle):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # what a compiler sees is that all of this is one call: it knows no variables of a context
-        if torch.compiler.is_dynamo_compiling() or running.get() is None:
+        if is_dynamo_compiling() or running.get() is None:
             return self.from_outside(*args, **kwargs)
         result = self.forward(*args, **kwargs)
         return nested(unviewed, result) if is_fully_sharded(self.module) else result
