@@ -570,7 +570,7 @@ def record_several(
     """Apply `operator` so that autograd knows its derivatives.
 
     The adjoint is applied once, when the gradients of all results are there. Not for forward mode,
-    transforms or compilers.
+    transforms or Dynamo; what traces tensors without values may look at it.
     """
     needs_grad = any(x is not None and x.requires_grad for x in xs) and torch.is_grad_enabled()
     if anchor is None and not needs_grad:
@@ -750,7 +750,7 @@ class _ApplySeveral(_ApplyAnyMode):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.operator = inputs[0]
-        ctx.call = _number_of_call(ctx.operator)
+        ctx.call, ctx.trace = _number_of_call(ctx.operator), current_trace.get()
         ctx.set_materialize_grads(False)  # a missing gradient is told to the others as missing
         ctx.save_for_backward(output[-1])
 
@@ -758,8 +758,8 @@ class _ApplySeveral(_ApplyAnyMode):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
-        with transport.Tagged(ctx.call):
-            found = record_several(ctx.operator.H, tuple(map(_values_of, grads[:-1])), anchor)
+        with transport.Tagged(ctx.call), setting(current_trace, ctx.trace):
+            found = record_several(ctx.operator.H, tuple(_all_values(grads[:-1])), anchor)
         needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
 

@@ -429,7 +429,7 @@ class Entrance(HasHandle):
         name: of the method.
     """
 
-    _derived = HasHandle._derived | {"_calls", "_agreements", "_traces"}
+    _derived = HasHandle._derived | {"_calls", "_agreements", "_traces", "_schedules"}
 
     def __init__(
         self, module: nn.Module, conversion: ModelConversion, name: str = "forward"
@@ -555,14 +555,19 @@ class Entrance(HasHandle):
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """The call for a graph of what it computes with parts, which every run agrees on again.
 
-        Parameters are summed one by one, and not in buckets, whose messages are no nodes.
+        It is traced several times: the first one learns how parameters are used, and the others
+        put them into buckets.
         """
         P_x, module = self.conversion.P_x, self.module
-        flags, is_off = needs_of(Contents(module).parameters)
+        parameters = Contents(module).parameters
+        flags, is_off = needs_of(parameters)
         mode = "training" if module.training else "evaluation"
         call = f"{type(module).__name__} over {P_x}, compiled in {mode}"
         key = (module.training, is_off, *flags)
         agreements = self.__dict__.setdefault("_agreements", {})
+        schedules: dict[Any, buckets.BucketSchedule] = self.__dict__.setdefault("_schedules", {})
+        schedule = schedules.setdefault(key, buckets.BucketSchedule())
+        schedule.limit = self.schedule.limit
         if key not in agreements:
             agreements[key] = parts_agreement(P_x.prepare(), P_x, call, f"{call} {key}")
 
@@ -572,6 +577,7 @@ class Entrance(HasHandle):
             return SpreadTensor(*enter(agreements[key], value, module))
 
         with (
+            buckets.in_buckets(schedule, parameters, module),
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
@@ -581,15 +587,17 @@ class Entrance(HasHandle):
             try:
                 result = self.forward(*args, **kwargs)
                 self._check_no_whole(result)
+                uses = buckets.described_uses()
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
         trace = current_trace.get()
         moves = [] if trace is None else [repr(each) for each in trace.operators]
-        if (key, len(moves)) not in agreements:  # a call is traced several times
+        if (key, len(moves), uses) not in agreements:
             with outside_of_graphs():
-                agree(P_x, f"{call}, with {len(moves)} movements", identity=f"{call} {moves}")
-            agreements[key, len(moves)] = True
+                what = f"{call}, with {len(moves)} movements and {uses[0]}"
+                agree(P_x, what, identity=f"{call} {moves} {uses}")
+            agreements[key, len(moves), uses] = True
         return as_parts(result)
 
     def _held_by(self, contents: Contents, given: list[Tensor]) -> Callable[[Tensor], bool]:
