@@ -172,6 +172,51 @@ def test_models(run: Run, make: Callable[[Any], nn.Module], nprocs: int) -> None
     run(compile_module, make, "aot_eager", rows, nprocs=nprocs, timeout=SECONDS)
 
 
+class Uses(nn.Module):
+    """Parameters that are used twice, aside, not at all and without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 3, padding=1)
+        self.second = nn.Conv2d(2, 2, 3, padding=1)
+        self.aside = nn.Conv2d(2, 1, 1)
+        self.unused = nn.Linear(2, 2)
+        self.first.bias.requires_grad_(False)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(x)
+        # computed again in the backward pass: what this uses is in no bucket
+        x = checkpoint(self.second, x, use_reentrant=False)
+        return self.second(self.first(self.first(x).sin()).sin())
+
+
+def uses(P: tessel.Partition) -> nn.Module:
+    return distribute_module(Uses(), P)
+
+
+def compile_uses(limit: int) -> list[tuple[int, ...]]:
+    """The shapes that are summed for parameters, in the order of their sums."""
+    torch._dynamo.reset()
+    P = grid()
+    torch.manual_seed(0)
+    model = fuse_gradients(uses(P).double(), limit)
+    plain = copy.deepcopy(model)
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        compare(fast, model, plain, part(P, 7))
+    operators = model.forward._traces[-1].operators  # type: ignore[union-attr]
+    sums = (each for each in operators if isinstance(each, tessel.Move) and each.sums_all)
+    return [each.domain.shape for each in sums]
+
+
+@pytest.mark.parametrize("limit", [2**22, 1])
+def test_gradients_travel_together(run: Run, limit: int) -> None:
+    weight, bias = (2, 2, 3, 3), (2,)  # of the second layer, as the checkpoint uses it
+    others = [(36 + 36 + 2 + 3,)] if limit > 1 else [(36,), (36,), (2,)]
+    for found in run(compile_uses, limit, nprocs=2, timeout=SECONDS):
+        assert sorted(found) == sorted([weight, bias, *others])
+
+
 @pytest.mark.slow
 def test_empty_parts(run: Run) -> None:
     run(compile_module, residual, "aot_eager", [2], False, nprocs=3, timeout=SECONDS)

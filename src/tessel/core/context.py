@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import torch
+import torch.compiler as _compiler
+from torch.compiler import is_dynamo_compiling
 
 T = TypeVar("T")
 
@@ -35,13 +36,12 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
 current_trace: ContextVar[Any] = ContextVar("current_trace", default=None)
 
 
-_is_compiling = torch.compiler.is_compiling  # every movement asks several times
-
-
 def is_compiling() -> bool:
     """Whether a compiler looks at this call, or traces it.
 
     Before 2.13, torch says so only while Dynamo reads code, not while tensors without values go
     through it.
     """
-    return _is_compiling() or current_trace.get() is not None
+    # Every movement asks several times: this is `torch.compiler.is_compiling()` without what it
+    # asks of scripted code, which this never is. Dynamo knows the first function, and not the flag.
+    return is_dynamo_compiling() or _compiler._is_compiling_flag or current_trace.get() is not None

@@ -6,9 +6,11 @@ what it computes with parts is in the graph then, and its movements are nodes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from itertools import compress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -27,6 +29,19 @@ from tessel.core.context import current_trace, is_compiling, setting
 from tessel.core.handles import constant_in_graphs, object_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """Keep compilers out of a function, and of all that it calls: what they compile ends before it.
+
+    A compiler that meets something it cannot trace calls it, and would go on with compiling what is
+    called inside. A call of the function itself is as fast as before.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the function, of what it calls
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def _applied(x: Tensor, handle: str) -> Tensor:
@@ -51,14 +66,27 @@ def node(x: Tensor, handle: str) -> Tensor:
     return _applied(x, handle)
 
 
-@torch.library.custom_op("tessel::apply_after", mutates_args=(), tags=_TAGS)
-def next_node(x: Tensor, handle: str, token: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same, after the node that gave the token."""
+# The same after the node that gave the token: what graphs are made of. It is registered without
+# `custom_op`, which adds a dozen functions of Python to each run of a node.
+_library = torch.library.Library("tessel", "FRAGMENT")
+_library.define(
+    "apply_after(Tensor x, str handle, Tensor? token) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, *_TAGS),
+)
+
+
+@torch.library.impl(_library, "apply_after", "CompositeExplicitAutograd")
+@untraced
+def _apply_after(x: Tensor, handle: str, token: Tensor | None) -> tuple[Tensor, Tensor]:
     return _applied(x, handle), x.new_empty(1)
 
 
 node.register_fake(_without_values)
-next_node.register_fake(lambda x, handle, _: (_without_values(x, handle), x.new_empty(1)))
+torch.library.register_fake(
+    "tessel::apply_after",
+    lambda x, handle, _: (_without_values(x, handle), x.new_empty(1)),
+    lib=_library,
+)
 
 
 @node.register_torch_dispatch(FunctionalTensorMode)
@@ -83,7 +111,7 @@ def _(mode: FunctionalTensorMode, func: Any, types: Any, args: Any, kwargs: Any)
         meta["recompute"] = CheckpointPolicy.MUST_SAVE
     try:
         with torch._C._AutoDispatchBelowAutograd(), mode:
-            result, token = next_node(*args, token, **kwargs)
+            result, token = torch.ops.tessel.apply_after(*args, token, **kwargs)
     finally:
         if policy is not None:
             meta["recompute"] = policy
@@ -159,11 +187,16 @@ def settings_in(module: torch.nn.Module) -> list[Any]:
     """The plain attributes and the hooks of a module and all in it, which a graph cannot see."""
     found: list[Any] = []
     for each in module.modules():
-        for name, value in each.__dict__.items():
-            kind = type(value)
-            if kind in _PLAIN or (kind is tuple and all(type(part) in _PLAIN for part in value)):
-                found.append((name, value))
-            elif name.endswith("_hooks") and value:
+        # in every run of a graph: most attributes are sorted out without a step of Python
+        attributes = each.__dict__
+        kinds = [*map(type, attributes.values())]
+        found += compress(attributes.items(), map(_PLAIN.__contains__, kinds))
+        for name, value in compress(attributes.items(), map(_OF_SEVERAL.__contains__, kinds)):
+            if not value:
+                continue
+            if name.endswith("_hooks") or (
+                type(value) is tuple and _PLAIN.issuperset(map(type, value))
+            ):
                 found.append((name, tuple(value)))
         for name, view in each.__dict__.get("_plain", {}).items():
             with torch._C.DisableTorchFunctionSubclass():
@@ -172,7 +205,8 @@ def settings_in(module: torch.nn.Module) -> list[Any]:
     return found
 
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_OF_SEVERAL = frozenset((tuple, dict, OrderedDict))
 
 
 def fix_lengths(x: Tensor) -> bool:
@@ -324,16 +358,3 @@ def eagerly(function: F) -> F:
         return function(*args, **kwargs)
 
     return cast(F, call)
-
-
-def untraced(function: F) -> F:
-    """Keep compilers out of a function, and of all that it calls: what they compile ends before it.
-
-    A compiler that meets something it cannot trace calls it, and would go on with compiling what is
-    called inside. A call of the function itself is as fast as before.
-    """
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the function, of what it calls
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function

@@ -7,7 +7,7 @@ operator itself, and the gradient is its adjoint.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -570,7 +570,7 @@ def record_several(
     """Apply `operator` so that autograd knows its derivatives.
 
     The adjoint is applied once, when the gradients of all results are there. Not for forward mode,
-    transforms or compilers.
+    transforms or Dynamo; what traces tensors without values may look at it.
     """
     needs_grad = any(x is not None and x.requires_grad for x in xs) and torch.is_grad_enabled()
     if anchor is None and not needs_grad:
@@ -646,6 +646,11 @@ def _values_of(x: Any) -> Any:
     return x.as_subclass(Tensor)
 
 
+def _all_values(xs: Iterable[Any]) -> list[Any]:
+    """The same of several, most of which are plain."""
+    return [x if type(x) is Tensor or x is None else _values_of(x) for x in xs]
+
+
 class _Apply(torch.autograd.Function):
     """The gradient of A is A.H, itself recorded, so that derivatives of every order exist.
 
@@ -715,7 +720,7 @@ class _ApplyProduct(_ApplyAnyMode):
     def forward(  # type: ignore[override]
         x: Tensor, anchor: None, product: BilinearMap, *factors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        y = product._apply(*map(_values_of, (x, *factors)))
+        y = product._apply(*_all_values((x, *factors)))
         return y, y.new_empty(0)
 
     @staticmethod
@@ -745,7 +750,7 @@ class _ApplySeveral(_ApplyAnyMode):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.operator = inputs[0]
-        ctx.call = _number_of_call(ctx.operator)
+        ctx.call, ctx.trace = _number_of_call(ctx.operator), current_trace.get()
         ctx.set_materialize_grads(False)  # a missing gradient is told to the others as missing
         ctx.save_for_backward(output[-1])
 
@@ -753,8 +758,8 @@ class _ApplySeveral(_ApplyAnyMode):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
-        with transport.Tagged(ctx.call):
-            found = record_several(ctx.operator.H, tuple(map(_values_of, grads[:-1])), anchor)
+        with transport.Tagged(ctx.call), setting(current_trace, ctx.trace):
+            found = record_several(ctx.operator.H, tuple(_all_values(grads[:-1])), anchor)
         needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
 
@@ -766,7 +771,7 @@ class _ApplyMap(_ApplyAnyMode):
     def forward(  # type: ignore[override]
         function: DifferentiableMap, *xs: Tensor | None
     ) -> tuple[Tensor, ...]:
-        return function._apply(*map(_values_of, xs))
+        return function._apply(*_all_values(xs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -781,6 +786,6 @@ class _ApplyMap(_ApplyAnyMode):
         kept, n = ctx.saved_tensors, ctx.num_inputs
         with transport.Tagged(ctx.call):
             found = ctx.function.vjp(
-                [_values_of(grad) for grad in grads], ctx.needs_input_grad[1:], kept[:n], kept[n:]
+                _all_values(grads), ctx.needs_input_grad[1:], kept[:n], kept[n:]
             )
         return None, *found

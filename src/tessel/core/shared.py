@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from math import prod
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, Self, overload
 
 import torch
 from torch import Tensor
@@ -343,6 +343,60 @@ class _BucketStep:
             return (None,) * len(self.bucket.shapes)
         carried: Any = token.carried  # type: ignore[attr-defined]
         return _detached(carried) if self.name == "leave" else carried()
+
+
+@dataclass(frozen=True)
+class BucketInGraph:
+    """The bucket of a graph, in which a movement is one node: the sums are made at once.
+
+    Forward:  y_ik = x_i for all i and k, where nothing moves.    Adjoint:  x_i = Σ_k y_ik, for all
+    i in one movement, of all of them in a row.
+
+    Args:
+        row: how workers use the row.
+        shapes: of the values.
+        like: a tensor of their dtype and device.
+        sums: whether this is the adjoint.
+    """
+
+    row: Replicate
+    shapes: tuple[Shape, ...]
+    like: Tensor
+    sums: bool = False
+
+    @classmethod
+    def of(cls, partition: Partition, axes: tuple[int, ...], values: Sequence[Tensor]) -> Self:
+        length = sum(each.numel() for each in values)
+        row = _replicate(shared_whole(partition, (length,)), axes)
+        return cls(row, tuple(tuple(each.shape) for each in values), values[0])
+
+    def use(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The values, for use on each worker."""
+        return tuple(each for each in record_several(self, values) if each is not None)
+
+    @property
+    def group(self) -> transport.Group:
+        return self.row.group
+
+    @property
+    def H(self) -> BucketInGraph:
+        return replace(self, sums=not self.sums)
+
+    def empty(self) -> Tensor:
+        return self.like.new_empty(0)
+
+    def _apply(self, *xs: Tensor | None) -> Parts:
+        if not self.sums:
+            return _detached(xs)
+        lengths = [prod(shape) for shape in self.shapes]
+        # all of them on all workers: who has no gradient of a value sends zeros
+        flat = [
+            self.like.new_zeros(length) if x is None else x.reshape(-1)
+            for x, length in zip(xs, lengths, strict=True)
+        ]
+        sums = self.row.H._apply(torch.cat(flat) if len(flat) > 1 else flat[0]).split(lengths)
+        found = zip(xs, sums, self.shapes, strict=True)
+        return tuple(None if x is None else each.view(shape) for x, each, shape in found)
 
 
 def _detached(xs: Parts) -> Parts:

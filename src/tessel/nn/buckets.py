@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core.context import is_compiling, setting
-from tessel.core.linop import in_transform
+from tessel.core.linop import in_transform, is_traced
 from tessel.core.partition import Partition
-from tessel.core.shared import GradientBucket, Replicate, current_buckets
+from tessel.core.shared import BucketInGraph, GradientBucket, Replicate, current_buckets
 from tessel.nn.layer import Layer
 from tessel.tensor.table import in_backward, in_checkpoint
 from tessel.transport import NUM_WORDS, code_of
@@ -109,7 +109,8 @@ class BucketedCall:
     """One call of a model: buckets of its parameters, made when the first of each is used.
 
     A bucket is prepared one before it is needed, so that in the backward pass the sums of a bucket
-    are waited for when those of the next have begun.
+    are waited for when those of the next have begun. In a graph, where movements are single nodes,
+    nothing is waited for.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class BucketedCall:
         self.parameters = list(parameters)
         self.plan = schedule.plan(self.parameters) if fuses else ()
         self._module = module
+        self._in_graph = is_traced()
         self.uses: dict[int, Use] = {}
         self.sequence = array("q")  # the numbers of the parameters, use by use
         # by identity: tensors compare element by element, and a shared parameter is one
@@ -138,18 +140,26 @@ class BucketedCall:
             for found, parameter in enumerate(self._module.parameters()):
                 self._numbers.setdefault(id(parameter), found)
             number = self._numbers.get(id(value))
-        if number is None or not (value.requires_grad and use.is_whole and use.axes and _plain()):
+        can_be_used = value.requires_grad and use.is_whole and use.axes
+        if number is None or not (can_be_used and _plain(self._in_graph)):
             return None
         how = Use(use.domain.partition, use.axes)
         self.uses.setdefault(number, how)
         self.sequence.append(number)
-        # A number of its own: if workers return what hangs on different parameters, the sums of
-        # these wait for each other, and one is not taken for the other.
-        use.prepare().number_call()
+        if not self._in_graph:
+            # A number of its own: if workers return what hangs on different parameters, the sums of
+            # these wait for each other, and one is not taken for the other. Nodes have their own.
+            use.prepare().number_call()
         place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
             return None
         if number in self._aliases:
+            return self._aliases[number]
+        if self._in_graph:
+            numbers = self.plan[place].numbers
+            used = [self.parameters[one] for one in numbers]
+            aliases = BucketInGraph.of(*how, used).use(used)
+            self._aliases.update(zip(numbers, aliases, strict=True))
             return self._aliases[number]
         # The next bucket, too: what is computed between `prepare` and `use` is derived while the
         # sums of the bucket travel.
@@ -165,13 +175,13 @@ class BucketedCall:
         return self._aliases[number]
 
 
-def _plain() -> bool:
+def _plain(in_graph: bool) -> bool:
     """Whether buckets can be used: in plain reverse mode, for what is computed once.
 
     A checkpoint computes again, perhaps after other calls, what was computed before: what it
-    keeps must be the same both times. In compiled code messages are nodes, and a bucket's are none.
+    keeps must be the same both times. Those of a graph are others, whose messages are nodes.
     """
-    if not torch.is_grad_enabled() or in_transform() or is_compiling():
+    if not torch.is_grad_enabled() or in_transform() or is_compiling() != in_graph:
         return False
     return not in_backward() and not in_checkpoint()
 
@@ -191,7 +201,7 @@ def in_buckets(
         module: where others may be while it runs; None if they stay.
         fuses: whether gradients of several parameters may travel together.
     """
-    if current_buckets.get() is not None or not _plain():
+    if current_buckets.get() is not None or not _plain(is_traced()):
         yield
         return
     call = BucketedCall(schedule, parameters, module, fuses)
@@ -240,6 +250,14 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
         )
         different.workers = group.workers  # type: ignore[attr-defined]  # all of which raise it
         raise different from None
+
+
+def described_uses() -> tuple[str, str]:
+    """How the call that is traced now uses its parameters: in a few words, and all of it."""
+    call = current_buckets.get()
+    if not isinstance(call, BucketedCall):
+        return described(()), ""
+    return described(call.plan), f"{call.plan} {[*call.sequence]}"
 
 
 def planned_uses() -> Plan:

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import cached_property
+from itertools import chain, zip_longest
 from operator import call, is_
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule, Proxy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -361,23 +363,34 @@ class Contents:
                 modules[id(module)] = module
                 if module._modules:
                     waiting += [each for each in module._modules.values() if each is not None][::-1]
-        held = modules.values()
-        parameters = {id(p): p for m in held for p in m._parameters.values() if p is not None}
-        buffers = {id(b): b for m in held for b in m._buffers.values() if b is not None}
-        self.unentered = [
+        self._held = held = modules.values()
+        self.is_split = False
+        self.parameters = _different([each._parameters.values() for each in held])
+        self.values = [*self.parameters, *_different([each._buffers.values() for each in held])]
+
+    @cached_property
+    def unentered(self) -> list[nn.Module]:
+        found = [
             module
-            for module in held
-            if not isinstance(module.__dict__.get("forward"), Entrance)
+            for module in self._held
+            if type(module.__dict__.get("forward")) is not Entrance
             and not isinstance(module, Layer | DistributedDataParallel)
         ]
-        if self.unentered:
-            of_weights = _modules_of_weights(self.unentered)
-            self.unentered = [each for each in self.unentered if id(each) not in of_weights]
+        of_weights = _modules_of_weights(found) if found else ()
+        return [each for each in found if id(each) not in of_weights]
+
+    @cached_property
+    def sharded(self) -> list[nn.Module]:
         kinds = sharded_kinds()
-        self.sharded = [each for each in held if isinstance(each, kinds)] if kinds else []
-        self.is_split = False
-        self.parameters = list(parameters.values())
-        self.values = [*self.parameters, *buffers.values()]
+        return [each for each in self._held if isinstance(each, kinds)] if kinds else []
+
+
+def _different(held: Iterable[Iterable[Tensor | None]]) -> list[Any]:
+    """The tensors of modules, each once, in their order; in few steps of Python."""
+    values = [*chain.from_iterable(held)]
+    found = dict(zip(map(id, values), values, strict=True))
+    found.pop(id(None), None)
+    return list(found.values())
 
 
 def _modules_of_weights(modules: Iterable[nn.Module]) -> set[int]:
@@ -416,7 +429,7 @@ class Entrance(HasHandle):
         name: of the method.
     """
 
-    _derived = HasHandle._derived | {"_calls", "_agreements", "_traces"}
+    _derived = HasHandle._derived | {"_calls", "_agreements", "_traces", "_schedules"}
 
     def __init__(
         self, module: nn.Module, conversion: ModelConversion, name: str = "forward"
@@ -445,10 +458,12 @@ class Entrance(HasHandle):
         if self.own is not None:
             return self.own(*args, **kwargs)
         if not isinstance(module, _WITH_OTHER_CODE):
-            method = _found_in(type(module), self.name)
+            kind = type(module)
+            # of most modules it is in their own class
+            method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
             if type(method) is FunctionType:
                 return method(module, *args, **kwargs)
-            return method.__get__(module, type(module))(*args, **kwargs)  # say, a static one
+            return method.__get__(module, kind)(*args, **kwargs)  # say, a static one
         if isinstance(module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
             return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
         return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
@@ -459,7 +474,7 @@ class Entrance(HasHandle):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # what a compiler sees is that all of this is one call: it knows no variables of a context
-        if torch.compiler.is_dynamo_compiling() or running.get() is None:
+        if is_dynamo_compiling() or running.get() is None:
             return self.from_outside(*args, **kwargs)
         result = self.forward(*args, **kwargs)
         return nested(unviewed, result) if is_fully_sharded(self.module) else result
@@ -540,14 +555,19 @@ class Entrance(HasHandle):
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """The call for a graph of what it computes with parts, which every run agrees on again.
 
-        Parameters are summed one by one, and not in buckets, whose messages are no nodes.
+        It is traced several times: the first one learns how parameters are used, and the others
+        put them into buckets.
         """
         P_x, module = self.conversion.P_x, self.module
-        flags, is_off = needs_of(Contents(module).parameters)
+        parameters = Contents(module).parameters
+        flags, is_off = needs_of(parameters)
         mode = "training" if module.training else "evaluation"
         call = f"{type(module).__name__} over {P_x}, compiled in {mode}"
         key = (module.training, is_off, *flags)
         agreements = self.__dict__.setdefault("_agreements", {})
+        schedules: dict[Any, buckets.BucketSchedule] = self.__dict__.setdefault("_schedules", {})
+        schedule = schedules.setdefault(key, buckets.BucketSchedule())
+        schedule.limit = self.schedule.limit
         if key not in agreements:
             agreements[key] = parts_agreement(P_x.prepare(), P_x, call, f"{call} {key}")
 
@@ -557,6 +577,7 @@ class Entrance(HasHandle):
             return SpreadTensor(*enter(agreements[key], value, module))
 
         with (
+            buckets.in_buckets(schedule, parameters, module),
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
@@ -566,15 +587,17 @@ class Entrance(HasHandle):
             try:
                 result = self.forward(*args, **kwargs)
                 self._check_no_whole(result)
+                uses = buckets.described_uses()
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
         trace = current_trace.get()
         moves = [] if trace is None else [repr(each) for each in trace.operators]
-        if (key, len(moves)) not in agreements:  # a call is traced several times
+        if (key, len(moves), uses) not in agreements:
             with outside_of_graphs():
-                agree(P_x, f"{call}, with {len(moves)} movements", identity=f"{call} {moves}")
-            agreements[key, len(moves)] = True
+                what = f"{call}, with {len(moves)} movements and {uses[0]}"
+                agree(P_x, what, identity=f"{call} {moves} {uses}")
+            agreements[key, len(moves), uses] = True
         return as_parts(result)
 
     def _held_by(self, contents: Contents, given: list[Tensor]) -> Callable[[Tensor], bool]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -131,11 +130,11 @@ class BatchNorm(KernelNorm):
 
     # On a GPU kernels for several workers take the reciprocal of s.
 
-    @cached_property
-    def is_of_all(self) -> bool:
-        """Whether each worker of the group is a place: NCCL has a collective for this."""
-        places = self.gather.domain.partition.ranks
-        return len(self.counts) == len(places) and places == self.group.workers
+    @property
+    def group_of_places(self) -> Group | None:
+        """The group if each worker of it is a place: NCCL has a collective for this."""
+        group, places = self.gather.group, self.gather.domain.partition.ranks
+        return group if len(self.counts) == len(places) and places == group.workers else None
 
     def _cuda_normalized(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -145,14 +144,16 @@ class BatchNorm(KernelNorm):
         else:
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             mean = scale = x.new_zeros(x.shape[1], dtype=wide)
-        if self.is_of_all and self.group.adds_on_devices(mean):
-            means, scales = self.group.all_gather(mean, scale)
+        if (group := self.group_of_places) is not None and group.adds_on_devices(mean):
+            means, scales = group.all_gather(mean, scale)
         else:
             means, scales = self._gathered(mean, scale).unbind(1)
-        there = [place for place, count in enumerate(self.counts) if count]
-        if len(there) < len(self.counts):  # of no values torch's kernel makes no number
-            means, scales = (torch.stack([of[k] for k in there]) for of in (means, scales))
-        counts = constant(tuple(self.counts[place] for place in there), means.dtype, x.device)
+        there = self.counts
+        if 0 in there:  # of no values torch's kernel makes no number
+            places = [place for place, count in enumerate(there) if count]
+            there = tuple(there[place] for place in places)
+            means, scales = (torch.stack([of[k] for k in places]) for of in (means, scales))
+        counts = constant(there, means.dtype, x.device)
         mean, scale = torch.batch_norm_gather_stats_with_counts(
             x, means, scales, *self.running, self.momentum, self.eps, counts
         )
@@ -195,9 +196,9 @@ class BatchNorm(KernelNorm):
             )
         else:
             of_bias, centred, of_weight = (torch.zeros_like(mean) for _ in range(3))
-        if self.is_of_all and self.group.adds_on_devices(of_bias):
+        if (group := self.group_of_places) is not None and group.adds_on_devices(of_bias):
             wanted = (of_bias, centred) if weight is None else (of_bias, centred, of_weight)
-            self.group.all_reduce(*wanted)()
+            group.all_reduce(*wanted)()
             return of_bias, centred, centred if weight is None else of_weight
         of_bias, centred = self.total.apply(torch.stack([of_bias, centred])).unbind()
         return of_bias, centred, centred * scale

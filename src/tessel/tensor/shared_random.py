@@ -37,16 +37,16 @@ def has_common_seed() -> bool:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generators, as `torch.manual_seed` does.
+    """Seed torch's generators, as `torch.manual_seed` does: that of the CPU, and of accelerators.
 
-    Without an accelerator that of the CPU is all there is. For each kind of device that may still
-    come, `torch.manual_seed` would keep the seed together with the stack of the caller, which takes
-    a millisecond of every call of a model.
+    For each other kind of device, which may still come, `torch.manual_seed` would keep the seed
+    together with the stack of the caller, which takes a millisecond of every call of a model.
     """
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is not None:
+        module = torch.get_device_module(kind)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)  # MPS has one device
 
 
 def common_number(partition: Partition) -> int:

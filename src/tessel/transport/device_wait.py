@@ -13,14 +13,13 @@ import ctypes
 import datetime
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tessel.errors import WorkerLost
 from tessel.settings import time_limit
-from tessel.transport.watch import Wait
+from tessel.transport.watch import Key, Wait
 from tessel.transport.world import this_worker
 
 # Torch ends the process when NCCL takes longer than its time limit: it is asked to do so only
@@ -28,17 +27,30 @@ from tessel.transport.world import this_worker
 _MERCY = datetime.timedelta(seconds=60)
 
 
-@dataclass
 class DeviceWait(Wait):
-    """An exchange that a GPU waits for.
+    """An exchange that a GPU waits for, and that was put into its current stream last.
 
-    Attributes:
+    Args:
+        key, needs, interrupt: of the wait.
+        place_in_order: among the exchanges of its group that hold no thread, from 1.
         gone: those of the others whose processes have ended.
     """
 
-    gone: Callable[[], list[int]] = list
-    event: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     holds_thread = False
+
+    def __init__(
+        self,
+        key: Key,
+        needs: tuple[int, ...],
+        interrupt: Callable[[], object],
+        place_in_order: int,
+        gone: Callable[[], list[int]],
+    ) -> None:
+        super().__init__(key, needs, interrupt=interrupt)
+        self.place_in_order, self.gone = place_in_order, gone
+        # To record a torch.cuda.Event, torch would make a torch.cuda.Stream in Python.
+        self.event = torch.Event("cuda")
+        self.event.record()
 
     @property
     def is_over(self) -> bool:

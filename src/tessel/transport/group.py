@@ -167,6 +167,9 @@ class Group:
         self._watch = membership.watch
         self._watch.groups[self._code] = self
         self._spreads: dict[tuple[torch.dtype, int], CopyProgram | None] = {}
+        # of exchanges that only GPUs wait for: what ends them, and whose processes have ended
+        self._abort = partial(device_wait.abort, handle)
+        self._ended = partial(membership.ended, workers)
 
     def exchange(
         self,
@@ -190,11 +193,11 @@ class Group:
                 the tensors to which and from which it copies.
         """
         self._count(sends, receives)
-        ways, tag, key = self._ways, self._membership.tag, self._key()
-        self._number_exchange()
+        ways, key = self._ways, self._next_key()
         # One collective is quickest where all would go by Gloo, one by one; but it carries no tag.
         by_nccl = device.type == "cuda" and self._uses_nccl
-        if by_nccl or (device.type == "cpu" and dense and not tag and ways.are_all_by_gloo):
+        is_tagged = key[1] >= 0
+        if by_nccl or (device.type == "cpu" and dense and not is_tagged and ways.are_all_by_gloo):
             come = self._swap(key, sends, receives, device)
 
             def put() -> None:
@@ -252,9 +255,7 @@ class Group:
             self.exchange([each for each in sends if each.worker not in kept], takes, device)()
             return [buffer.place for buffer in receives]
         self._count(sends, receives)
-        key = self._key()
-        self._number_exchange()
-        return self._swap(key, sends, receives, device)()
+        return self._swap(self._next_key(), sends, receives, device)()
 
     def adds_on_devices(self, x: Tensor) -> bool:
         """Whether a tensor lies on a GPU and NCCL can sum it."""
@@ -279,11 +280,10 @@ class Group:
             length: how many bytes it sends, and receives.
             start: starts it, and gives what waits.
         """
-        traffic, key = self._membership.traffic, self._key()
+        traffic, key = self._membership.traffic, self._next_key()
         traffic.messages += 1
         traffic.bytes_sent += length
         traffic.bytes_received += length
-        self._number_exchange()
         wait = self.attempt_by_wire(start, key)
 
         def arrive() -> None:
@@ -320,10 +320,10 @@ class Group:
             try:
                 has_begun = host.begin_swap(key, sends, receives)
             except BaseException:  # others hear why, and go on to the next number
-                self._number_exchange()
+                self._next_key()
                 raise
             if has_begun:
-                self._number_exchange()
+                self._next_key()
                 self._count(sends, receives)
                 own = next((each.tensor for each in sends if each.worker == ways.worker), None)
                 self.attempt(lambda: host.take(key, receives, own, ways.others))
@@ -776,11 +776,14 @@ class Group:
 
     def _key(self, begun: int = 0) -> Key:
         """What messages carry now: the group, and the number of the call or of the exchange."""
-        return self._code, self._membership.tag or ~(self.num_exchanges - begun << 1)
+        return self._code, self._membership.own.tag or ~(self.num_exchanges - begun << 1)
 
-    def _number_exchange(self) -> None:
-        if not self._membership.tag:  # those of a backward pass have the number of their call
+    def _next_key(self) -> Key:
+        """The same for an exchange that begins: it is counted, but in a backward pass."""
+        key = self._key()
+        if key[1] < 0:  # those of a backward pass have the number of their call
             self.num_exchanges += 1
+        return key
 
     def _break(self, error: BaseException) -> None:
         """Note that an exchange was not completed."""
@@ -814,16 +817,8 @@ class Group:
             self._watch.forget_devices()
             return
         self.num_of_devices += 1
-        wait = DeviceWait(
-            key,
-            self._ways.others,
-            0,
-            lambda: device_wait.abort(self.handle),
-            place_in_order=self.num_of_devices,
-            gone=lambda: self._membership.ended(self.workers),
-        )
-        wait.event.record()
-        self._watch.note_device(wait)
+        given = self._ways.others, self._abort, self.num_of_devices, self._ended
+        self._watch.note_device(DeviceWait(key, *given))
 
     @cached_property
     def _uses_nccl(self) -> bool:

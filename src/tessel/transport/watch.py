@@ -20,7 +20,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -49,31 +48,36 @@ def number_of(call: int) -> int | None:
     return ~call >> 1 if call < 0 else None
 
 
-@dataclass
 class Wait:
-    """A thread that waits for others.
+    """A thread that waits for others. (No dataclass: each exchange between GPUs makes two.)
 
-    Attributes:
+    Args:
         key: of the messages.
         needs: the workers without whom it cannot go on.
         number: of the wait.
         interrupt: what ends a wait in which this worker cannot look at the alarm itself.
+
+    Attributes:
         beats: how often it looked in vain.
         outer: the wait of the same thread in the course of which this one began.
         place_in_order: among the exchanges of its group that hold no thread, from 1.
         holds_thread: whether its thread does nothing else.
     """
 
-    key: Key
-    needs: tuple[int, ...]
-    number: int
-    interrupt: Callable[[], object] | None = None
-    beats: int = 0
-    thread: threading.Thread = field(default_factory=threading.current_thread)
-    since: float = field(default_factory=time.monotonic)
-    place_in_order: int | None = None
+    beats = 0
     outer: Wait | None = None
+    place_in_order: int | None = None
     holds_thread: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        key: Key,
+        needs: tuple[int, ...],
+        number: int = 0,
+        interrupt: Callable[[], object] | None = None,
+    ) -> None:
+        self.key, self.needs, self.number, self.interrupt = key, needs, number, interrupt
+        self.thread, self.since = threading.current_thread(), time.monotonic()
 
     @property
     def is_over(self) -> bool:
@@ -294,9 +298,11 @@ class Watch:
         """Note that this thread waits."""
         self._num_waits += 1
         wait = Wait(key, tuple(needs), self._num_waits, interrupt)
-        wait.outer = self._waits.get(wait.thread.ident or 0)
-        self._waits[wait.thread.ident or 0] = wait
-        self._start()
+        thread = wait.thread.ident or 0
+        wait.outer = self._waits.get(thread)
+        self._waits[thread] = wait
+        if self._thread is None:
+            self._start()
         return wait
 
     def note_device(self, wait: Wait) -> None:
@@ -305,22 +311,24 @@ class Watch:
         while waits and waits[0].is_over:
             waits.popleft()
         waits.append(wait)
-        self._start()
+        if self._thread is None:
+            self._start()
 
     def forget_devices(self) -> None:
         """Look no more after waits that hold no thread: they are over."""
         self._of_devices.clear()
 
     def _start(self) -> None:
-        if self._thread is None and self._board is not None:
+        if self._board is not None:
             self._thread = threading.Thread(target=self._run, name="tessel watch", daemon=True)
             self._thread.start()
 
     def finish(self, wait: Wait) -> None:
         """Note that it has what it waited for."""
-        self._waits.pop(wait.thread.ident or 0, None)
+        thread = wait.thread.ident or 0
+        self._waits.pop(thread, None)
         if wait.outer is not None:  # which goes on, say for messages of another host
-            self._waits[wait.thread.ident or 0] = wait.outer
+            self._waits[thread] = wait.outer
 
     def describe(self, wait: Wait) -> str:
         """Where a thread waits, in the words of the user."""
@@ -331,7 +339,7 @@ class Watch:
 
     def describe_this_thread(self, key: Key) -> str:
         """The same for the thread that asks."""
-        return self.describe(Wait(key, (), 0))
+        return self.describe(Wait(key, ()))
 
     def note_thread(self) -> None:
         """Note that this thread communicates: as long as it runs others may wait for it."""
