@@ -216,6 +216,30 @@ def test_short_runs_are_packed(run: Run, nprocs: int) -> None:
     assert run(short_runs, nprocs=nprocs) == [[]] * nprocs
 
 
+def short_runs_of_late_workers() -> list[bool]:
+    """Large pieces of close runs: found in a stage, or read where they are if a worker is late."""
+    found, wait = [], random.Random(transport.this_worker())  # another one on each worker
+    # runs of 516 and 1,032 bytes, which blocks and lines of the cache cut, and of whole lines
+    for length, width, dtype in (
+        *((20_001, 258, torch.float32), (8195, 258, torch.float64)),
+        (20_000, 256, torch.float32),
+    ):
+        rows, columns = rows_and_columns((length, width))
+        x = torch.arange(length * width).remainder(10_007).view(length, width).to(dtype)
+        for source, target in ((rows, columns), (columns, rows)):
+            mine, move = source.local_part(x).clone(), Move(source, target)
+            for _ in range(8):
+                time.sleep(wait.choice((0, 0, 0.0005, 0.002, 0.01)))
+                y, runs = counted(lambda mine=mine, move=move: move.apply(mine))
+                found.append(bool(runs) and torch.equal(y, target.local_part(x)))
+                y.zero_()  # the next one may get its memory
+    return found
+
+
+def test_short_runs_are_the_same_whoever_is_late(run: Run) -> None:
+    assert all(map(all, run(short_runs_of_late_workers, nprocs=2)))
+
+
 def more_than_is_packed() -> tuple[bool, list[int]]:
     rows, columns = rows_and_columns((9000, 1000))
     x = torch.arange(9e6).view(9000, 1000)

@@ -46,7 +46,7 @@ def test_a_slot_that_is_published_before_it_is_written_is_reported(tmp_path: Pat
     text = (sanitize.SOURCE / "engine.c").read_text()
     publish, write = (
         "    publish(entry, filled(entry));\n",
-        "    if (entry[DIRECT]) write_rendezvous(",
+        "    head[IS_OFFERED] = entry[DIRECT] && name(",
     )
     assert text.count(publish) == text.count(write) == 1
     changed = tmp_path / "changed.c"

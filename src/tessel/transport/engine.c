@@ -155,8 +155,9 @@ static void carry(char *to, const char *from, const word *entry) {
 
 /* --- the memory of other processes */
 
-/* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well. */
-enum { SEGMENTS = 256, STAGE = 1 << 18 };
+/* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well; bytes of a stage; and of a
+ * run from which on others may have to read it by itself. */
+enum { SEGMENTS = 256, STAGE = 1 << 18, LEAST = 256 };
 
 /* A place in a tensor: runs of bytes, and where in them one is. */
 struct cursor {
@@ -226,10 +227,26 @@ static int read_from(pid_t pid, struct cursor *to, struct cursor *from, size_t b
     return 1;
 }
 
+/* Fetch the run after the next: processors do not foresee that some lines are left out. */
+static void fetch_ahead(const struct cursor *from) {
+#ifdef __SSE2__
+    if (!from->num_dims || from->run >= SHORTEST) return;
+    const uintptr_t ahead = (uintptr_t)from->start + 2 * (uintptr_t)from->steps[from->num_dims - 1];
+    for (size_t i = 0; i < from->run; i += 64) _mm_prefetch((const char *)(ahead + i), _MM_HINT_T0);
+#else
+    (void)from;
+#endif
+}
+
+/* Whether what lies between the runs may be read with them: at most as many bytes again, which takes less time than to look
+ * up a page for each run. */
+static int is_close(word step, word run) { return run >= LEAST && step >= run && step <= 2 * run; }
+
 /* Copies between places and memory that lies together. */
 static void gather(char *to, struct cursor *from, size_t bytes, int streams) {
     while (bytes) {
         const size_t part = bytes < from->left ? bytes : from->left;
+        fetch_ahead(from);
         put(to, from->at, part, streams && part % 64 == 0 && (uintptr_t)to % 64 == 0 ? STREAMS : COPIES);
         advance(from, part);
         to += part;
@@ -287,16 +304,16 @@ static int has_room(const word *entry) {
     return state[NUM_FREE] > 0;
 }
 
-/* Say in a slot where a part of x lies: as Python does, runs with their counts and steps. Short ones, which would take
- * longer to be read than to be copied, are put together in a room for them first. */
-static void write_rendezvous(const word *entry, const char *x, char *room, word *rendezvous) {
+/* Put short runs, which would take longer to be read than to be copied, together in a room for them, and say so. */
+static void pack(const word *entry, const char *x, char *room, word *rendezvous) {
+    char *packed = room + entry[Y_OFFSET];
+    carry(packed, x + entry[X_OFFSET], entry);
+    rendezvous[START] = (word)packed, rendezvous[RUN_LENGTH] = entry[BYTES], rendezvous[NUM_COUNTS] = 0;
+}
+
+/* Say in a slot where a part of x lies: as Python does, runs with their counts and steps. */
+static void write_rendezvous(const word *entry, const char *x, word *rendezvous) {
     const word n = entry[NUM_DIMS];
-    if (entry[DIRECT] == PACKED) {
-        char *packed = room + entry[Y_OFFSET];
-        carry(packed, x + entry[X_OFFSET], entry);
-        rendezvous[START] = (word)packed, rendezvous[RUN_LENGTH] = entry[BYTES], rendezvous[NUM_COUNTS] = 0;
-        return;
-    }
     rendezvous[START] = (word)(x + entry[X_OFFSET]);
     rendezvous[RUN_LENGTH] = entry[RUN];
     rendezvous[NUM_COUNTS] = n;
@@ -365,7 +382,7 @@ struct offer {
     size_t left;
 };
 static _Thread_local struct {
-    int count, is_patient;
+    int count, is_patient, spares_packing;
     struct offer each[MOST_OFFERS];
 } offers;
 
@@ -416,15 +433,27 @@ static int offer_block(void) {
     return 0;
 }
 
+/* Say where what others read is, and offer it; whether it is offered. Short runs that lie close are not packed before if
+ * the receiver can find them in the stage: of a large tensor so they stay in the cache on their way. */
+static int name(const word *entry, const char *x, char *room, word *rendezvous, int offers_it) {
+    const int is_packed = entry[DIRECT] == PACKED;
+    const word n = entry[NUM_DIMS], step = n ? entry[DIMS + 3 * (n - 1) + 2] : 0; /* of x, along the last dimension */
+    if (!is_packed || (offers.spares_packing && entry[BYTES] >= MUCH && is_close(step, entry[RUN]))) {
+        write_rendezvous(entry, x, rendezvous);
+        if ((offers_it || is_packed) && begin_offer(entry, rendezvous)) return 1;
+    }
+    if (is_packed) pack(entry, x, room, rendezvous);
+    return 0;
+}
+
 static void give(const word *entry, const char *x, char *room, word code, word call, int offers_it) {
     word *state = state_of(entry), offset, number = free_slot(entry, &offset);
     word *head = header(entry, state[NUM_FILLED]), *rendezvous = (word *)slot(entry, number);
-    if (entry[DIRECT]) write_rendezvous(entry, x, room, rendezvous);
-    else write_slot(entry, slot(entry, number) + offset, x + entry[X_OFFSET]);
+    head[IS_OFFERED] = entry[DIRECT] && name(entry, x, room, rendezvous, offers_it);
+    if (!entry[DIRECT]) write_slot(entry, slot(entry, number) + offset, x + entry[X_OFFSET]);
     head[GROUP] = code, head[CALL] = call;
     head[WHOLE] = entry[BYTES], head[PART] = entry[DIRECT] ? RENDEZVOUS : entry[BYTES];
     head[SLOT] = number, head[OFFSET] = offset;
-    head[IS_OFFERED] = entry[DIRECT] && offers_it && begin_offer(entry, rendezvous);
     state[USED + state[NUM_FILLED]++ % SLOTS] = number;
     if (entry[DIRECT]) state[LAST_DIRECT] = state[NUM_FILLED];
     publish(entry, filled(entry));
@@ -456,16 +485,36 @@ static void let_go(const word *entry) {
     publish(entry, emptied(entry));
 }
 
-/* Copy from another process to short runs, by way of a stage that stays in the cache. */
+/* Copy from or to short runs of another process, by way of a stage that stays in the cache. */
 static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes, int streams) {
     static char stage[STAGE] __attribute__((aligned(64)));
+    const int reads_rows = from->run < SHORTEST && from->num_dims &&
+                           is_close(from->steps[from->num_dims - 1], (word)from->run);
     while (bytes) {
-        size_t left = bytes < STAGE ? bytes : STAGE;
         struct cursor here;
-        begin(&here, stage, left, 0);
-        if (!read_from(pid, &here, from, left)) return 0;
+        size_t left = bytes < STAGE ? bytes : STAGE;
+        if (!reads_rows) {
+            begin(&here, stage, left, 0);
+            if (!read_from(pid, &here, from, left)) return 0;
+            scatter(to, stage, left, streams);
+        } else { /* whole runs with what is between them; a part of one by itself */
+            const word last = from->num_dims - 1;
+            const size_t run = from->run, step = (size_t)from->steps[last];
+            size_t rows = (size_t)(from->counts[last] - from->index[last]);
+            if (rows > bytes / run) rows = bytes / run;
+            if (rows > STAGE / step) rows = STAGE / step;
+            const int is_whole = from->left == run && rows;
+            left = is_whole ? rows * run : bytes < from->left ? bytes : from->left;
+            const size_t span = is_whole ? (rows - 1) * step + run : left;
+            struct cursor there;
+            begin(&here, stage, span, 0);
+            begin(&there, from->at, span, 0);
+            if (!read_from(pid, &here, &there, span)) return 0;
+            for (size_t i = 0; is_whole && i < rows; i++) scatter(to, stage + i * step, run, streams);
+            if (!is_whole) scatter(to, stage, left, streams);
+            pass_over(from, left);
+        }
         bytes -= left;
-        scatter(to, stage, left, streams);
     }
     if (streams) end_stream();
     return 1;
@@ -513,8 +562,8 @@ static int read_blocks(const word *entry, struct cursor *to, struct cursor *from
         } else {
             number += (word)((part + OFFER - 1) / OFFER);
             pass(counts, number); /* before: the owner goes on behind it */
-            if (!(entry[RUN] < SHORTEST ? read_staged(pid, to, from, part, streams) : read_from(pid, to, from, part)))
-                return 0;
+            const int is_short = to->run < SHORTEST || from->run < SHORTEST;
+            if (!(is_short ? read_staged(pid, to, from, part, streams) : read_from(pid, to, from, part))) return 0;
         }
     }
     if (streams) end_stream();
@@ -581,7 +630,7 @@ static int take(const word *entry, char *y) {
         const int is_read = entry[KIND] != COPIES ? sum_up(&term, 1, here.at, bytes)
                             : term.counts
                                 ? read_blocks(entry, &here, &term.there, term.counts, can_stream(here.at, entry))
-                            : entry[RUN] < SHORTEST
+                            : here.run < SHORTEST || term.there.run < SHORTEST
                                 ? read_staged(pid, &here, &term.there, bytes, can_stream(here.at, entry))
                                 : read_from(pid, &here, &term.there, bytes);
         if (!is_read) return 0;
@@ -817,6 +866,16 @@ static int should_offer(const word *program, const word *takes) {
     return program[IS_LARGE];
 }
 
+/* Whether workers that have a core each copy from each other: both are at it then, and have offers for each other. */
+static int copies_both_ways(const word *program, const word *takes) {
+    int copies = 0;
+    for (word i = 0; i < program[NUM_TAKES]; i++, takes += takes[LENGTH]) {
+        if (takes[KIND] != COPIES) return 0;
+        copies |= takes[CONTROL] != 0;
+    }
+    return copies && !program[YIELDS];
+}
+
 /* How many of the entries were taken, in their order. */
 static long run(const word *program, char *y, const char *x, word call, char *room) {
     const word num_gives = program[NUM_GIVES], num_takes = program[NUM_TAKES];
@@ -824,6 +883,7 @@ static long run(const word *program, char *y, const char *x, word call, char *ro
     const word *gives = program + ENTRIES, *takes = await_ready(program), *entry = gives;
     if (!takes) return NOTHING;
     offers.is_patient = !program[YIELDS];
+    offers.spares_packing = copies_both_ways(program, takes);
     const int offers_it = should_offer(program, takes);
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH])
         give(entry, x, room, program[CODE], call, offers_it);
