@@ -20,6 +20,10 @@ import tessel
 from parity import close, values
 from tessel.imaging import (
     DistributedContext,
+    DistributedDataFidelity,
+    DistributedLinearPhysics,
+    DistributedMeasurements,
+    DistributedPhysics,
     DistributedProcessing,
     DistributedStackedFidelity,
     DistributedStackedLinearPhysics,
@@ -423,3 +427,38 @@ def object_of_one() -> str:
         with pytest.raises(ValueError) as caught:
             distribute(given, ctx)
         return str(caught.value)
+
+
+class Doubled:
+    """An operator with what a user has to write, and no more."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return 2 * y
+
+
+class Squared:
+    """One that is not linear, with nothing but its values."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+def gradients() -> list[Tensor]:
+    found = []
+    with DistributedContext() as ctx:
+        for make, kind in ((Doubled, DistributedLinearPhysics), (Squared, DistributedPhysics)):
+            physics = kind(ctx, 2, lambda *_, make=make: make())
+            ys = DistributedMeasurements(ctx, 2, lambda i, *_: torch.full((1, 1, 2, 3), 1.0 + i))
+            fidelity = DistributedDataFidelity(ctx, physics, ys, lambda *_: deepinv.optim.L2())
+            found.append(fidelity.grad(torch.full((1, 1, 2, 3), 3.0)))
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_fidelities_of_deepinv_take_operators_of_users(run: Run, nprocs: int) -> None:
+    doubled, squared = 2 * (6 - 1) + 2 * (6 - 2), 6 * (9 - 1) + 6 * (9 - 2)
+    for found in run(gradients, nprocs=nprocs):
+        assert [each.unique().tolist() for each in found] == [[doubled], [squared]]

@@ -367,9 +367,23 @@ def _whole_of(layout: Layout) -> Whole:
     return Whole(_PLAIN, layout, layout.partition.ranks[0])
 
 
+class _WithDerivative:
+    """A user's operator without `A_vjp`, which data fidelities of deepinv ask for."""
+
+    def __init__(self, physics: Any) -> None:
+        self._physics = physics
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._physics, name)
+
+    def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
+        return vjp(self._physics, x, v)
+
+
 def gradient(fidelity: Any, physics: Any, x: Tensor, y: Tensor, *args: Any, **kw: Any) -> Tensor:
     """The gradient of one data fidelity at x, its own or by autograd."""
     if hasattr(fidelity, "grad"):
+        physics = physics if hasattr(physics, "A_vjp") else _WithDerivative(physics)
         return fidelity.grad(x, y, physics, *args, **kw)
     # Images of a batch do not depend on each other, so that the gradient of the sum of their losses
     # has the gradient of each.
