@@ -79,6 +79,7 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module], list[int], list[int]]] = {
     "SegResNet (MONAI)": ("monai", segresnet, [1, 1, 80, 80, 80], [1, 1, 16, 16, 16]),
     "Swin-T": ("torchvision", swin, [2, 3, 448, 448], [1, 3, 64, 64]),
     "ViT-B": ("timm", vit, [1, 3, 384, 384], [1, 3, 64, 64]),
+    "ViT-B, two images": ("timm", vit, [2, 3, 384, 384], [1, 3, 64, 64]),
     "decoder (AutoencoderKL)": ("diffusers", decoder, [1, 4, 80, 80], [1, 4, 16, 16]),
 }
 
