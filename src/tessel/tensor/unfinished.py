@@ -162,6 +162,8 @@ def note_piece(x: Tensor, runs: Sequence[Any], value: Any) -> bool:
     shape = tuple(stop - start for start, stop, _ in runs)
     if value._layout.shape != shape or value._layout.partition != zeros.layout.partition:
         return False
+    if value.device != zeros.like.device:  # torch's own error
+        return False
     for others, _ in zeros.pieces:
         if all(a < d and c < b for (a, b, _), (c, d, _) in zip(runs, others, strict=True)):
             return False

@@ -167,9 +167,6 @@ class Group:
         self._watch = membership.watch
         self._watch.groups[self._code] = self
         self._spreads: dict[tuple[torch.dtype, int], CopyProgram | None] = {}
-        # of exchanges that only GPUs wait for: what ends them, and whose processes have ended
-        self._abort = partial(device_wait.abort, handle)
-        self._ended = partial(membership.ended, workers)
 
     def exchange(
         self,
@@ -817,8 +814,18 @@ class Group:
             self._watch.forget_devices()
             return
         self.num_of_devices += 1
+        # Methods, which ask for the handle when they are called: whatever kept it would keep the
+        # threads of a job that has ended.
         given = self._ways.others, self._abort, self.num_of_devices, self._ended
         self._watch.note_device(DeviceWait(key, *given))
+
+    def _abort(self) -> None:
+        """End exchanges that only GPUs wait for."""
+        device_wait.abort(self.handle)
+
+    def _ended(self) -> list[int]:
+        """Those of its workers whose processes have ended."""
+        return self._membership.ended(self.workers)
 
     @cached_property
     def _uses_nccl(self) -> bool:
