@@ -13,7 +13,10 @@ Where there is no GPU, what Python does is measured on the CPU, with images that
 narrow models, so that it is most of a step: processor time, also of waits for others,
 calls of functions in Python and in C, and steps of Python's interpreter.
 
-    python benchmarks/launches.py [--workers 2] [--names] [--host] [--divide 8]
+With --mixed models and images have their channels last in memory, and compute in bfloat16 by
+autocast, as is usual on GPUs.
+
+    python benchmarks/launches.py [--workers 2] [--names] [--host] [--divide 8] [--mixed]
 """
 
 from __future__ import annotations
@@ -56,7 +59,12 @@ NARROW: dict[str, tuple[int, ...]] = {"ResNet18": (4, 10), "UNet": (3, 2)}  # fo
 
 
 def step_of(
-    name: str, alone: bool, divisor: int = 1, way: str = "eager", device: str = "cuda"
+    name: str,
+    alone: bool,
+    divisor: int = 1,
+    way: str = "eager",
+    device: str = "cuda",
+    mixed: bool = False,
 ) -> Callable[[], None]:
     """A training step of torch's own model, or of this worker's part."""
     kind, arguments, shape = MODELS[name]
@@ -74,6 +82,9 @@ def step_of(
         model = tessel.nn.distribute_module(model, P)
         x = tessel.Layout.balanced(P, shape).local_part(x).clone()
     model, x = model.to(device), x.to(device)
+    if mixed:
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        model, x = model.to(memory_format=last), x.contiguous(memory_format=last)
     if way == "compiled":
         model.compile()
     elif way == "graphed":
@@ -82,7 +93,9 @@ def step_of(
 
     def step() -> None:
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        with torch.autocast(device, torch.bfloat16, enabled=mixed):
+            y = model(x)
+        y.float().square().mean().backward()
         optimizer.step()
 
     return step
@@ -161,9 +174,11 @@ def waited(step: Callable[[], None]) -> float:
     return sum(seconds)
 
 
-def counts(name: str, alone: bool, divisor: int = 1) -> tuple[dict[str, float], Counter[str], str]:
+def counts(
+    name: str, alone: bool, divisor: int = 1, mixed: bool = False
+) -> tuple[dict[str, float], Counter[str], str]:
     """What one step asks for, and the names of kernels and operators, by how often they occur."""
-    step = step_of(name, alone, divisor)
+    step = step_of(name, alone, divisor, mixed=mixed)
     host = queued(step)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         step()
@@ -178,7 +193,7 @@ def counts(name: str, alone: bool, divisor: int = 1) -> tuple[dict[str, float], 
     found["of it others"] = 1e3 * waited(step)
     where = on_host(step)
     for way in ("compiled", "graphed"):
-        found[f"{way} ms"] = 1e3 * queued(step_of(name, alone, divisor, way))
+        found[f"{way} ms"] = 1e3 * queued(step_of(name, alone, divisor, way, mixed=mixed))
     found["captured ms"] = 1e3 * captured(step)
     return found, names, where
 
@@ -223,12 +238,12 @@ def on_processor(name: str, alone: bool, divisor: int) -> dict[str, float]:
 
 
 def on_worker(
-    name: str, alone: bool, divisor: int = 1
+    name: str, alone: bool, divisor: int = 1, mixed: bool = False
 ) -> tuple[dict[str, float], Counter[str], str]:
     rank = os.environ.get("RANK", "0")  # one worker is no job
     os.environ.update(NCCL_HOSTID=f"worker-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.cuda.set_device(int(rank) % torch.cuda.device_count())
-    return counts(name, alone, divisor)
+    return counts(name, alone, divisor, mixed)
 
 
 def main() -> int:
@@ -238,6 +253,9 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="also where Python spends its time")
     parser.add_argument(
         "--divide", type=int, default=1, help="lengths by this: then the host waits for no GPU"
+    )
+    parser.add_argument(
+        "--mixed", action="store_true", help="bfloat16, and channels last in memory"
     )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
@@ -258,9 +276,9 @@ def main() -> int:
         cases = ("torch", 1, True), ("torch, each", given.workers, True)
         for text, workers, alone in (*cases, ("Tessel", given.workers, False)):
             arguments: Any = dict(timeout=LIMIT, backend=backend)
-            rows[text] = tessel.launch(on_worker, workers, name, alone, given.divide, **arguments)[
-                0
-            ]
+            rows[text] = tessel.launch(
+                on_worker, workers, name, alone, given.divide, given.mixed, **arguments
+            )[0]
             label = f"{text}, {workers} worker{'s' * (workers > 1)}"
             print(f"{label:32}", *(f"{value:14.6g}" for value in rows[text][0].values()))
         ratio = rows["Tessel"][0]["launches"] / rows["torch"][0]["launches"]

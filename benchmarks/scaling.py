@@ -28,17 +28,18 @@ from tessel.machine import usable_cores
 THREADS = "torch, P threads"
 APART = "nothing exchanged"  # P processes that train torch's own model, each on its part
 SCRIPTS: dict[str, Any] = {"training": training, "fft": fft, "fno": fno}
-# by name: the script that has the step, its settings, and for some numbers of workers other grids
-WORK: dict[str, tuple[str, Settings, dict[int, list[int]]]] = {
+# By name: the script that has the step, its settings, and for some numbers of workers other grids
+# than slabs: blocks, and where there is a batch the grid that `tessel plan --model` names.
+WORK: dict[str, tuple[str, Settings, dict[int, list[list[int]]]]] = {
     "3-D U-Net 128×96×96": (
         "training",
         {"model": "UNet", "shape": [1, 1, 128, 96, 96]},
-        {8: [1, 1, 2, 2, 2], 16: [1, 1, 4, 2, 2]},
+        {8: [[1, 1, 2, 2, 2]], 16: [[1, 1, 4, 2, 2]]},
     ),
     "ResNet-18 8×512²": (
         "training",
         {"model": "ResNet18", "shape": [8, 3, 512, 512]},
-        {8: [1, 1, 4, 2], 16: [1, 1, 4, 4]},
+        {8: [[1, 1, 4, 2], [8, 1, 1, 1]], 16: [[1, 1, 4, 4], [8, 1, 2, 1]]},
     ),
     "FFT 256³ complex64": ("fft", {"length": 256, "dtype": "complex64"}, {}),
     "FNO 96³, width 16": ("fno", {"size": 96, "width": 16, "modes": 8, "blocks": 4}, {}),
@@ -61,10 +62,7 @@ def cases(least: int, most: int) -> list[Case]:
         for workers in (1 << k for k in range(most.bit_length())):
             if workers < least:
                 continue
-            grids: list[list[int] | None] = [None]
-            if workers in others:
-                grids.append(others[workers])
-            for grid in grids:
+            for grid in (None, *others.get(workers, [])):
                 settings = {"script": script, "work": name, **given}
                 text = "slabs" if grid is None else "×".join(map(str, grid))
                 if script == "fft":
@@ -114,19 +112,19 @@ def draw(result: Result, folder: Path) -> Path:
     for name, panel in zip(names, panels[0], strict=True):
         here = [case for case in result.cases if case.settings["work"] == name]
         slabs = [case for case in here if case.name.endswith("slabs")]
-        blocks = [case for case in here if case not in slabs]
+        others = [case for case in here if case not in slabs]
         numbers = [case.workers for case in slabs]
         alone = slabs[0].summaries[TESSEL].median * slabs[0].workers
         panel.plot(numbers, [alone / n for n in numbers], ":", color="#888888", label="ideal")
-        for text, given, who, colour in (
-            ("Tessel, slabs", slabs, TESSEL, "#1f6fb4"),
-            ("Tessel, blocks", blocks, TESSEL, "#2a9d5c"),
-            (THREADS, slabs, THREADS, "#d9822b"),
+        for text, given, who, style, colour in (
+            ("Tessel, slabs", slabs, TESSEL, "o-", "#1f6fb4"),
+            ("Tessel, other grids", others, TESSEL, "s", "#2a9d5c"),
+            (THREADS, slabs, THREADS, "o-", "#d9822b"),
         ):
             if given:
                 times = [case.summaries[who].median for case in given]
                 where = [case.workers for case in given]
-                panel.plot(where, times, "o-", color=colour, label=text)
+                panel.plot(where, times, style, color=colour, label=text)
         panel.set(xscale="log", yscale="log", title=name, xlabel="workers, or threads")
         panel.set_xticks(numbers, [str(n) for n in numbers])
         panel.minorticks_off()

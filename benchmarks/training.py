@@ -82,6 +82,9 @@ def check(settings: Settings) -> None:
     if expected.dim() == len(shape):  # the output lies in parts
         where = layout.resized(expected.shape)
         expected, weights = where.local_part(expected), where.local_part(weights)
+    else:  # classes, of the samples of this worker
+        samples = layout.local_slice()[0]
+        expected, weights = expected[samples], weights[samples]
     (found * weights).sum().backward()
     check_close("the output", found, expected, 1e-10)
     check_close("the gradient", gradient(spread), gradient(alone), 1e-10)

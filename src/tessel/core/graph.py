@@ -27,6 +27,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 from tessel import transport
 from tessel.core.context import current_trace, is_compiling, setting
 from tessel.core.handles import constant_in_graphs, object_of
+from tessel.core.memory_format import is_channels_last
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,9 +48,12 @@ def untraced(function: F) -> F:
 def _applied(x: Tensor, handle: str) -> Tensor:
     name, _, number = handle.partition("#")
     if not number:
-        return object_of(name)._apply(x)
-    with transport.Tagged(int(number)):
-        return object_of(name)._apply(x)
+        y = object_of(name)._apply(x)
+    else:
+        with transport.Tagged(int(number)):
+            y = object_of(name)._apply(x)
+    # compilers rely on strides, which they know from `_without_values`
+    return y.contiguous() if is_channels_last(y) else y
 
 
 def _without_values(x: Tensor, handle: str) -> Tensor:

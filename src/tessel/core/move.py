@@ -19,6 +19,7 @@ from tessel.core.graph import placed
 from tessel.core.hierarchy import route
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator, in_transform
+from tessel.core.memory_format import is_channels_last, memory_format, room_like
 from tessel.core.numbers import constant
 from tessel.core.plan import Piece, Plan
 from tessel.transport import (
@@ -346,7 +347,7 @@ class Stage:
                 return y if type(y) is Tensor else self.finish_again(x, *y)
         if plan.stays and room is None:
             # a copy, as every other move gives
-            return x.clone(memory_format=torch.contiguous_format)
+            return x.clone(memory_format=memory_format(x))
         if x.shape != plan.source_shape:
             x = x.reshape(plan.source_shape)
         if x.is_cuda and room is None and self._row is not None and not plan.silent:
@@ -407,6 +408,11 @@ class Stage:
             for peer, lengths in self._incoming_shapes
         ]
         came = self.group.bring(sends, places, x.device)
+        is_last = is_channels_last(x)
+        if is_last:  # joined as they lie; what came from others is as small as a halo
+            came = [each.movedim(1, -1) for each in came]
+            shape = (shape[0], *shape[2:], shape[1])
+            dim = {0: 0, 1: len(shape) - 1}.get(dim, dim - 1)
         before, after = prod(shape[:dim]), prod(shape[dim + 1 :])
         # Torch joins tensors of more than four dimensions one by one.
         parts = [
@@ -415,7 +421,8 @@ class Stage:
             else constant((0.0,), x.dtype, x.device).expand(before, zeros, after)
             for number, zeros in row
         ]
-        return torch.cat(parts, 1).view(shape)
+        y = torch.cat(parts, 1).view(shape)
+        return y.movedim(-1, 1) if is_last else y
 
     @cached_property
     def _incoming_shapes(self) -> list[tuple[int, Shape]]:
@@ -512,10 +519,8 @@ class Stage:
             inner = prod(shape[dim + 1 :])
             flat = like.new_empty((prod(shape[: dim + 1]), inner + GAP // like.itemsize))
             y = flat[:, :inner].view(shape)
-        elif plan.target_shape == plan.source_shape:
-            y = torch.empty_like(like, memory_format=torch.contiguous_format)
         else:
-            y = like.new_empty(shape)
+            y = room_like(like, shape)
         for gap in self._gaps:
             y[gap].zero_()
         return y

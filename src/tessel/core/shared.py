@@ -23,6 +23,7 @@ from tessel.core import boxes
 from tessel.core.agreement import TensorMeta
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import LinearOperator, record_several
+from tessel.core.memory_format import from_a_row, in_a_row
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.partition import Partition
@@ -255,12 +256,20 @@ class GradientBucket:
         axes: along which uses are separate.
         shapes: of the values.
         like: a tensor of their dtype and device.
+        lasts: whether channels lie last in the memory of each value, the same on all workers:
+            gradients of such a value lie alike, and travel as they lie. None of them by default.
     """
 
     def __init__(
-        self, partition: Partition, axes: tuple[int, ...], shapes: Sequence[Shape], like: Tensor
+        self,
+        partition: Partition,
+        axes: tuple[int, ...],
+        shapes: Sequence[Shape],
+        like: Tensor,
+        lasts: Sequence[bool] = (),
     ) -> None:
         self.shapes = tuple(shapes)
+        self._lasts = tuple(lasts) or (False,) * len(self.shapes)
         self.like = like.detach()
         self._lengths = [prod(shape) for shape in self.shapes]
         flags = len(self.shapes) if len(self.shapes) > 1 else 0
@@ -285,8 +294,8 @@ class GradientBucket:
         """Send gradients, with flags of those that are there; the result waits for the sums."""
         is_all = all(grad is not None for grad in grads)
         flat = [
-            self.like.new_zeros(length) if grad is None else grad.reshape(-1)
-            for grad, length in zip(grads, self._lengths, strict=True)
+            self.like.new_zeros(length) if grad is None else in_a_row(grad, last)
+            for grad, length, last in zip(grads, self._lengths, self._lasts, strict=True)
         ]
         is_ours = len(flat) > 1
         if is_ours:  # a single gradient travels as it is, without a copy and a flag
@@ -297,7 +306,7 @@ class GradientBucket:
         def arrive() -> Parts:
             summed = wait()
             *parts, said = summed.split([*self._lengths, summed.numel() - sum(self._lengths)])
-            found = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+            found = [*map(from_a_row, parts, self.shapes, self._lasts)]
             if is_all or not said.numel():  # no need to read them
                 return tuple(found)
             there = said.ne(0).tolist()

@@ -23,6 +23,7 @@ from torch import Tensor
 from tessel import transport
 from tessel.core.context import is_compiling, setting
 from tessel.core.linop import in_transform, is_traced
+from tessel.core.memory_format import is_channels_last
 from tessel.core.partition import Partition
 from tessel.core.shared import BucketInGraph, GradientBucket, Replicate, current_buckets
 from tessel.nn.layer import Layer
@@ -48,10 +49,12 @@ class Bucket:
     Attributes:
         use: of all of them.
         numbers: their places among the parameters of the model, in the order of use.
+        lasts: whether channels lie last in the memory of each; gradients travel as they lie.
     """
 
     use: Use
     numbers: tuple[int, ...]
+    lasts: tuple[bool, ...]
 
 
 Plan = tuple[Bucket, ...]
@@ -93,7 +96,10 @@ class BucketSchedule:
             numbers.append(number)
             if size <= self.limit:  # what is larger travels alone, and the others go on
                 room[kind] = numbers, size
-        return tuple(Bucket(use, tuple(numbers)) for use, numbers in found)
+        return tuple(
+            Bucket(use, tuple(numbers), tuple(is_channels_last(parameters[n]) for n in numbers))
+            for use, numbers in found
+        )
 
     def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""
@@ -168,7 +174,7 @@ class BucketedCall:
                 planned = self.plan[each]
                 values = [self.parameters[one] for one in planned.numbers]
                 shapes = [tuple(one.shape) for one in values]
-                bucket = GradientBucket(*planned.use, shapes, values[0])
+                bucket = GradientBucket(*planned.use, shapes, values[0], planned.lasts)
                 self._prepared[each] = bucket, bucket.prepare(values)
         bucket, token = self._prepared[place]
         self._aliases.update(zip(self.plan[place].numbers, bucket.use(token), strict=True))
@@ -318,8 +324,11 @@ class BucketedForward:
 
 def described(plan: Plan) -> str:
     """A plan in a few words."""
-    num = sum(len(group.numbers) for group in plan)
-    return f"gradients of {num} parameters in {len(plan)} messages" if plan else "gradients alone"
+    if not plan:
+        return "gradients alone"
+    num, last = sum(len(each.numbers) for each in plan), sum(sum(each.lasts) for each in plan)
+    memory = f", {last} of them with channels last in memory" if last else ""
+    return f"gradients of {num} parameters{memory} in {len(plan)} messages"
 
 
 def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Module:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tessel.core.context import is_compiling
 from tessel.core.linop import LinearOperator, Tensors, in_transform, record_map
+from tessel.core.memory_format import memory_format
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.tensor.moments import Pair, combined, local_moments, update_running
@@ -171,7 +172,7 @@ class BatchNorm(KernelNorm):
         scale: Tensor,
     ) -> Sequence[Tensor | None]:
         if x.numel():
-            grad = grad.contiguous(memory_format=_memory_format(x))
+            grad = grad.contiguous(memory_format=memory_format(x))
         of_bias, centred, of_weight = self._cuda_sums(grad, x, weight, mean, scale)
         kind = torch.float32 if weight is None else weight.dtype
         parameters = of_weight.to(kind), of_bias.to(kind)
@@ -262,14 +263,6 @@ def _scaled(
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, x.is_cuda)
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
-    """That of x: kernels take two tensors that lie alike."""
-    for dim, known in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == dim and x.is_contiguous(memory_format=known):
-            return known
-    return torch.contiguous_format
-
-
 def can_use_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether torch's kernels take these, and no more than reverse mode is asked for."""
     if outlining.get() or in_transform() or is_compiling():
@@ -286,5 +279,5 @@ def can_use_kernels(x: Tensor, *others: Tensor | None) -> bool:
 def normalize(norm: BatchNorm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """The norm of this worker's part."""
     if x.is_cuda:
-        x = x.contiguous(memory_format=_memory_format(x))
+        x = x.contiguous(memory_format=memory_format(x))
     return record_map(norm, x, weight, bias)[0]
