@@ -51,7 +51,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.graph",),
     ("transport", "launch"),
     ("core.windows",),
-    ("core.numbers",),
+    ("core.numbers", "core.memory_format"),
     (
         *("core.boxes", "core.context", "core.handles"),
         *("encoding", "endings", "errors", "limits", "machine", "version"),

@@ -5,7 +5,7 @@ Tests `core/plan.py`, `core/move.py`, `testing/traffic.py`, `transport/traffic.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -48,8 +48,10 @@ from registry import (
     uneven,
     whole,
 )
+from tessel.core import hierarchy
+from tessel.core import plan as plans
 from tessel.core.partition import HypotheticalPartition
-from tessel.core.plan import LARGE, MANY, MORE, plan, route
+from tessel.core.plan import LARGE, MANY, MORE, WIDE, plan, route
 from tessel.testing import count_traffic
 
 WIDTH = 8  # bytes of a float64
@@ -384,9 +386,11 @@ def test_bytes_of_other_dtypes(run: Any, dtype: torch.dtype, width: int) -> None
     assert run(count_by_dtype, dtype, nprocs=3) == [0, width, width]
 
 
-def busiest(source: tessel.Layout, target: tessel.Layout) -> tuple[int, int, int]:
+def busiest(
+    source: tessel.Layout, target: tessel.Layout, workers: Sequence[int]
+) -> tuple[int, int, int]:
     """The exchanges, and the most messages and elements that a worker sends or receives in all."""
-    routes = [route(source, target, worker) for worker in source.partition.ranks]
+    routes = [route(source, target, worker) for worker in workers]
     ends = [
         [piece.numel for plan in plans for piece in getattr(plan, name)]
         for plans in routes
@@ -400,13 +404,13 @@ def test_a_large_sum_for_one_worker_takes_no_longer_with_more_workers(num_worker
     P, root = HypotheticalPartition((num_workers,)), HypotheticalPartition((1,))
     for n, by_parts in ((MORE, False), (MORE + num_workers, True), (2**20, True)):
         source = tessel.Layout.whole(P, (n,))
-        found = busiest(source, tessel.Layout.whole(root, (n,)))
+        found = busiest(source, tessel.Layout.whole(root, (n,)), P.ranks)
         part = (num_workers - 1) * (n // num_workers)
         # the one who gets the sum adds a part, as all do, and then gets the others
         least = (2, 2 * (num_workers - 1), 2 * part)
         assert found == (least if by_parts else (1, num_workers - 1, (num_workers - 1) * n))
     few = tessel.Layout.whole(HypotheticalPartition((3,)), (2**20,))
-    assert busiest(few, tessel.Layout.whole(root, (2**20,)))[0] == 1
+    assert busiest(few, tessel.Layout.whole(root, (2**20,)), range(3))[0] == 1
 
 
 def sums_of_blocks() -> list[bool]:
@@ -433,3 +437,53 @@ def sums_of_blocks() -> list[bool]:
 @pytest.mark.parametrize("nprocs", [4, 8])
 def test_sums_of_blocks_are_made_by_all(run: Any, nprocs: int) -> None:
     assert all(map(all, run(sums_of_blocks, nprocs=nprocs)))
+
+
+@pytest.mark.parametrize("num_workers", [WIDE // 2, WIDE, 2 * WIDE])
+def test_what_one_worker_gives_to_many_goes_by_parts(num_workers: int) -> None:
+    P, root = HypotheticalPartition((num_workers,)), HypotheticalPartition((1,))
+    for n in (MORE, MORE + num_workers, 2**20):
+        found = busiest(tessel.Layout.whole(root, (n,)), tessel.Layout.whole(P, (n,)), P.ranks)
+        part = (num_workers - 1) * (n // num_workers)
+        by_parts = num_workers >= WIDE and n > MORE
+        # the giver gives each a part, and then its own part to all, as all do
+        least = (2, 2 * (num_workers - 1), 2 * part)
+        assert found == (least if by_parts else (1, num_workers - 1, (num_workers - 1) * n))
+    # what all have is not moved
+    have = tessel.Layout.whole(P, (2**20,), shared=True)
+    assert [each.silent for each in route(have, tessel.Layout.whole(P, (2**20,)), 0)] == [True]
+
+
+def copies_of_blocks() -> list[bool]:
+    """Blocks of a first row of workers, which those below get; all that one has; by parts."""
+    world, found = tessel.world(), []
+    size, kept = world.size, plans.WIDE
+    plans.WIDE = 2
+    plans.route.cache_clear()
+    hierarchy.route.cache_clear()
+    try:
+        for grid, shape in (([size, 1], (3, 7000)), ([size // 2, 2], (40, 2001))):
+            P = world.create_cartesian_topology_partition(grid)
+            first = world.create_partition_inclusive(range(grid[1]))
+            Q = first.create_cartesian_topology_partition([1, grid[1]])
+            source, target = (tessel.Layout.split(each, shape, (None, 1)) for each in (Q, P))
+            for kind in (torch.float64, torch.bool):
+                whole = torch.arange(shape[0] * shape[1]).view(shape).to(kind)
+                x = source.local_part(whole) if Q.active else torch.empty(0, dtype=kind)
+                move = tessel.Move(source, target)
+                got = [move.apply(x), move.apply(x), move(x)]
+                room = torch.empty(target.local_shape, dtype=kind)
+                got.append(move(x, out=room))
+                found += [torch.equal(each, target.local_part(whole)) for each in got]
+                found.append(len(move.stages) == 2)
+            found.append(len(move.H.stages) == (2 if grid[0] >= MANY else 1))
+    finally:
+        plans.WIDE = kept
+        plans.route.cache_clear()
+        hierarchy.route.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [4])
+def test_copies_of_blocks_are_given_by_all(run: Any, nprocs: int) -> None:
+    assert all(map(all, run(copies_of_blocks, nprocs=nprocs)))

@@ -6,6 +6,7 @@ a report of a failure where the launcher finds it, so that the launcher can show
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -82,6 +83,9 @@ def main(argv: list[str]) -> int:
     die_with(os.getppid())  # when the launcher is gone, even by SIGKILL
     keep_lines_whole()
     keep_freed_memory()
+    # What torch's import made is no garbage. To look through it takes Python some 150 ms, on each
+    # worker at a moment of its own, in which all others wait.
+    gc.freeze()
     reporter = Reporter()
     reporter.initialize()
     block.begin_program()  # of a trace, if one is asked for

@@ -520,7 +520,7 @@ class Stage:
             flat = like.new_empty((prod(shape[: dim + 1]), inner + GAP // like.itemsize))
             y = flat[:, :inner].view(shape)
         else:
-            y = room_like(like, shape)
+            y = like.new_empty(shape) if like.is_contiguous() else room_like(like, shape)
         for gap in self._gaps:
             y[gap].zero_()
         return y
