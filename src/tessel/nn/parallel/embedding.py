@@ -275,19 +275,8 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
                 f"expected a table of two dimensions, got shape {tuple(embeddings.shape)}"
             )
         rows, columns = embeddings.shape
-        return cls(
-            num_embeddings=rows,
-            embedding_dim=columns,
-            padding_idx=padding_idx,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            _weight=embeddings,
-            _freeze=freeze,
-            dim=dim,
-            partition=partition,
-        )
+        settings = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        return cls(rows, columns, *settings, embeddings, dim, _freeze=freeze, partition=partition)
 
     @classmethod
     def convert_parallel_embedding(
