@@ -18,7 +18,7 @@ from torch import Tensor
 from tessel.core.agreement import agree
 from tessel.core.layout import Layout
 from tessel.core.shared import keep_part
-from tessel.distributed.shard_layouts import layout_of_parts
+from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
 
 Draw = Callable[[Tensor], Any]
@@ -65,4 +65,5 @@ def layout_of(parameter: Tensor) -> Layout | None:
         label = f"the initialization of {sharding}"
         [(shapes, _)], _ = agree(sharding.partition, label, parameter)
         return layout_of_parts(sharding.partition, shapes, sharding.dim, None, label)
-    return sharding.layout(shape)
+    whole = (*shape[: sharding.dim], sharding.size, *shape[sharding.dim + 1 :])
+    return shard_layout(sharding.partition, whole, sharding.dim)
