@@ -16,7 +16,6 @@ from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import Replicate, shared_whole
 from tessel.distributed.group import row_of
-from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import (
     Sharding,
     State,
@@ -28,6 +27,7 @@ from tessel.distributed.shards import (
     traced_state,
 )
 from tessel.primitives.movement import Movement
+from tessel.primitives.shard_layouts import layout_of_parts, shard_layout
 from tessel.transport import kept_in_job
 
 

@@ -17,9 +17,9 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import shared_whole
 from tessel.distributed.movements import gathering
-from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
 from tessel.operators.parameters import StoredInParts
+from tessel.primitives.shard_layouts import shard_layout
 from tessel.state.places import row_of_model
 from tessel.transport import code_of, kept_in_job
 
