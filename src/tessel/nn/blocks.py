@@ -144,8 +144,9 @@ class Weighted(StoredInParts, ComputingLayer):
         self.agree_on_form()
         # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
-        if not self._is_relocated():
-            return
+        # P_y may have workers that P_x has not: they store nothing
+        if P_w is None and self.prepare().size == P_x.size:
+            return  # all of them store the whole
         for name, layout in self._block_layouts().items():
             whole = getattr(self, name)
             block = layout.local_part(whole.detach()).clone()
@@ -155,11 +156,6 @@ class Weighted(StoredInParts, ComputingLayer):
         assert self.P_w is not None
         ndim = self.P_x.dim
         return WeightGrid.of(self.P_w, ndim, self.num_dims)
-
-    def _is_relocated(self) -> bool:
-        """Whether some worker does not store the parameters whole."""
-        # P_y may have workers that P_x has not: they store nothing
-        return self.P_w is not None or self.prepare().size > self.P_x.size
 
     def _block_layouts(self) -> dict[str, Layout]:
         """Where the parameters lie."""
