@@ -268,7 +268,7 @@ def test_gradients_that_are_no_adjoints() -> None:
     gradients_change = {"imaging/distributing.py", "nn/parallel/replicas.py"}
     assert hooks == gradients_change | {
         *("distributed/shards.py", "tracing/recorder.py"),
-        *("testing/model/modules.py", "cli/plan_model.py"),
+        *("testing/model/runs.py", "cli/plan_model.py"),
     }
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     page = page[page.index("### What is not an adjoint") : page.index("## Layers")]

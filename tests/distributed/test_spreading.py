@@ -1,6 +1,6 @@
 """A shard and a spread tensor are two views of one part: `x.spread()`, `x.shard()`, `x.full()`.
 
-Tests `distributed/spreading.py`, `distributed/shard_layouts.py`.
+Tests `distributed/spreading.py`, `primitives/shard_layouts.py`.
 """
 
 from __future__ import annotations

@@ -793,6 +793,27 @@ def test_copies_have_parameters_of_their_own(run: Run) -> None:
     run(copies, nprocs=2)
 
 
+def clipped(num_rows: int) -> float:
+    """The norm of all gradients of an operator, one of whose parameters lies in parts."""
+    S = distribute(tessel.kron(ParMatrix(F64, 3, 4), ParDiagonal(F64, 5)), [1, num_rows])
+    module = S.module()
+    with torch.no_grad():
+        for each in module.parameters():
+            each.fill_(0.5)
+    x = cast(Any, S).layout_in.local_part(values((4, 5), F64, 1))
+    module(x).square().sum().backward()
+    norm = tessel.nn.clip_grad_norm_(module, 1.0)
+    close("clipped", tessel.nn.clip_grad_norm_(module, 1.0), torch.tensor(1.0, dtype=F64), 1e-6)
+    return float(norm)
+
+
+def test_gradients_of_parts_of_parameters_are_clipped(run: Run) -> None:
+    """The norm is that of the whole parameters, as in one process."""
+    (expected,) = run(clipped, 1, nprocs=1)
+    for norm in run(clipped, 2, nprocs=2):
+        assert abs(norm - expected) < 1e-12 * expected
+
+
 def equal_on_all() -> list[Tensor]:
     torch.manual_seed(cast(int, tessel.world().rank))
     S = distribute(ParMatrix(F64, 3, 4))

@@ -1,7 +1,6 @@
 """`check_model` passes right models, and names what is wrong with others, on all workers alike.
 
-Tests `testing/model/check.py`, `testing/model/arguments.py`, `testing/model/attempt.py`,
-`testing/model/runs.py`, `testing/model/modules.py`, `testing/model/difference.py`,
+Tests `testing/model/check.py`, `testing/model/arguments.py`, `testing/model/runs.py`,
 `testing/model/report.py`, `testing/drawing.py`.
 """
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from operator import index as as_int
 
 from tessel import transport
 from tessel.core.agreement import agree
 from tessel.core.partition import Partition, world
 from tessel.transport import kept_in_job
-
-
-@dataclass
-class _DefaultGroup:
-    """What `init_process_group` fixed in this job: the group of this worker, or nothing yet."""
-
-    group: Partition | None = None
 
 
 def init_process_group(group_size: int | None = None) -> None:
@@ -36,10 +29,9 @@ def init_process_group(group_size: int | None = None) -> None:
     >>> tessel.distributed.destroy_process_group()
     """
     everyone = world()
-    chosen = _choice().group
-    if chosen is not None:
+    if chosen := _chosen():
         raise RuntimeError(
-            f"the model-parallel group is already fixed to {chosen.size} of {everyone.size} "
+            f"the model-parallel group is already fixed to {chosen[0].size} of {everyone.size} "
             "workers; call tessel.distributed.destroy_process_group() before fixing it to "
             f"{everyone.size if group_size is None else group_size}"
         )
@@ -59,7 +51,7 @@ def init_process_group(group_size: int | None = None) -> None:
         Partition(everyone.ranks[start : start + size], (size,))
         for start in range(0, everyone.size, size)
     ]
-    _choice().group = next(group for group in groups if group.active)
+    _chosen().extend(group for group in groups if group.active)
 
 
 def is_initialized() -> bool:
@@ -69,7 +61,7 @@ def is_initialized() -> bool:
     >>> tessel.distributed.is_initialized()
     False
     """
-    return _choice().group is not None
+    return bool(_chosen())
 
 
 def destroy_process_group() -> None:
@@ -86,7 +78,7 @@ def destroy_process_group() -> None:
             "there is no model-parallel group to destroy; "
             "tessel.distributed.init_process_group(group_size) fixes one"
         )
-    _choice().group = None
+    _chosen().clear()
 
 
 def get_rank() -> int:
@@ -131,7 +123,7 @@ def get_group() -> Partition:
     Partition(1 on workers 0)
     """
     everyone = world()
-    return _choice().group or everyone
+    return next(iter(_chosen()), everyone)
 
 
 def row_of(partition: Partition | None) -> Partition:
@@ -143,9 +135,10 @@ def row_of(partition: Partition | None) -> Partition:
     return partition if partition.dim == 1 else Partition(partition.ranks, (partition.size,))
 
 
-def _choice() -> _DefaultGroup:
+def _chosen() -> list[Partition]:
+    """The group that `init_process_group` fixed in this job for this worker, if it did."""
     transport.look_for_job()  # another one may have begun, of which nothing is fixed yet
     return _kept()
 
 
-_kept = kept_in_job(_DefaultGroup)
+_kept: Callable[[], list[Partition]] = kept_in_job(list)

@@ -8,15 +8,14 @@ from operator import index as as_int
 
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, same
+from tessel.core.agreement import same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Agreed, LinearOperator
+from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import Replicate, shared_whole
 from tessel.distributed.group import row_of
-from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import (
     Sharding,
     State,
@@ -28,6 +27,7 @@ from tessel.distributed.shards import (
     traced_state,
 )
 from tessel.primitives.movement import Movement
+from tessel.primitives.shard_layouts import layout_of_parts, shard_layout
 from tessel.transport import kept_in_job
 
 
@@ -130,12 +130,6 @@ def _sent_whole(name: str, x: Tensor, row: Partition) -> Tensor:
     return y if state is None else as_shard(y, state)
 
 
-@kept_in_job
-def _movement(name: str, partition: Partition, dim: int | None, state: State) -> _TensorMovement:
-    kind = _ShardGather if name == "gather" else _OfOneValue
-    return kind(name, partition, dim, state)
-
-
 class _TensorMovement(Movement):
     """A movement within one group of a tensor whose sharding all workers know."""
 
@@ -143,19 +137,58 @@ class _TensorMovement(Movement):
         super().__init__(partition, partition)
         self.name, self.dim, self.state = name, dim, state
 
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
-        check_known(self.state, self.label)
-        return super()._conclude(shapes, meta)
+    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        check_known(self.state, f"{self}")
+        if self.name == "gather":
+            return gathering(self._parts(shapes))
+        # all others are movements of a value that has to be whole on every worker
+        if self.state is not None and not self._is_of_another_group:
+            raise ValueError(
+                f"{self}: expected a value that is whole on every worker; "
+                "tessel.distributed.gather(x) gathers it"
+            )
+        if self.name == "scatter" and self.state is not None:
+            raise ValueError(
+                f"{self}: a tensor that is split over two groups has no single sharding; "
+                "gather it first"
+            )
+        shape: Shape = same(dict(shapes), "shape", f"{self}")
+        if self.name == "scatter":
+            return scattering(self.P_x, shape, self._place(len(shape)))
+        return (copying if self.name == "copy" else reducing)(self.P_x, shape)
 
-    def place(self, ndim: int) -> int:
+    def _parts(self, shapes: Mapping[int, Shape]) -> Layout:
+        """How the shards lie that are gathered."""
+        sharding = self.state
+        if self.dim is None and sharding is None:
+            raise ValueError(f"{self}: the split dimension is unknown; pass it: gather(x, dim)")
+        ndim = len(shapes[self.P_x.ranks[0]])
+        if not isinstance(sharding, Sharding):
+            return layout_of_parts(self.P_x, shapes, self._place(ndim), None, f"{self}")
+        dim = sharding.dim if self.dim is None else self._place(ndim)
+        if (sharding.dim, sharding.partition.ranks) != (dim, self.P_x.ranks):
+            raise ValueError(
+                f"{self}: this contradicts the sharding of the tensor; gather along its "
+                "dimension and over its workers, or register another one with "
+                "tessel.register_parallel_dim"
+            )
+        return layout_of_parts(self.P_x, shapes, dim, sharding.size, f"{self}")
+
+    def _place(self, ndim: int) -> int:
         """The dimension, counted from the front."""
         assert self.dim is not None
         if not -ndim <= self.dim < ndim:
-            raise ValueError(f"{self.label}: dim {self.dim} is out of range for {ndim} dimensions")
+            raise ValueError(f"{self}: dim {self.dim} is out of range for {ndim} dimensions")
         return self.dim % ndim
 
     @property
-    def label(self) -> str:
+    def _is_of_another_group(self) -> bool:
+        """Whether the tensor is a shard over workers of whom only this one moves it now."""
+        assert isinstance(self.state, Sharding)
+        theirs, ours = self.state.partition.ranks, self.P_x.ranks
+        return theirs != ours and len({*theirs} & {*ours}) < 2
+
+    def __repr__(self) -> str:
         dim = "" if self.dim is None else f", dim={self.dim}"
         what = describe(self.state)
         if isinstance(self.state, Sharding) and self._is_of_another_group:
@@ -166,64 +199,8 @@ class _TensorMovement(Movement):
             what = f"a shard along dim {self.state.dim}, {part}, over another group"
         return f"tessel.distributed.{self.name}(x{dim}) over {self.P_x}, where x is {what}"
 
-    @property
-    def _is_of_another_group(self) -> bool:
-        """Whether the tensor is a shard over workers of whom only this one moves it now."""
-        assert isinstance(self.state, Sharding)
-        theirs, ours = self.state.partition.ranks, self.P_x.ranks
-        return theirs != ours and len({*theirs} & {*ours}) < 2
 
-    def __repr__(self) -> str:
-        return self.label
-
-
-class _OfOneValue(_TensorMovement):
-    """`copy`, `reduce` and `scatter`: of a value that has to be whole on every worker."""
-
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
-        if isinstance(self.state, Sharding) and not self._is_of_another_group:
-            raise ValueError(
-                f"{self.label}: expected a value that is whole on every worker; "
-                "tessel.distributed.gather(x) gathers it"
-            )
-        return super()._conclude(shapes, meta)
-
-    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        if self.name == "scatter" and self.state is not None:
-            raise ValueError(
-                f"{self.label}: a tensor that is split over two groups has no single sharding; "
-                "gather it first"
-            )
-        shape: Shape = same(dict(shapes), "shape", self.label)
-        if self.name == "scatter":
-            return scattering(self.P_x, shape, self.place(len(shape)))
-        return (copying if self.name == "copy" else reducing)(self.P_x, shape)
-
-
-class _ShardGather(_TensorMovement):
-    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        dim, sharding = self.place(len(shapes[self.P_x.ranks[0]])), self.state
-        size = sharding.size if isinstance(sharding, Sharding) else None
-        if isinstance(sharding, Sharding) and (sharding.dim, sharding.partition.ranks) != (
-            dim,
-            self.P_x.ranks,
-        ):
-            raise ValueError(
-                f"{self.label}: this contradicts the sharding of the tensor; gather along its "
-                "dimension and over its workers, or register another one with "
-                "tessel.register_parallel_dim"
-            )
-        return gathering(layout_of_parts(self.P_x, shapes, dim, size, self.label))
-
-    def place(self, ndim: int) -> int:
-        if self.dim is None and self.state is None:
-            raise ValueError(
-                f"{self.label}: the split dimension is unknown; pass it: gather(x, dim)"
-            )
-        if self.dim is None:
-            assert isinstance(self.state, Sharding)
-            return self.state.dim
-        return super().place(ndim)
+_movement = kept_in_job(_TensorMovement)
 
 
 @kept_in_job

@@ -33,6 +33,8 @@ from tessel.distributed.torch_call import (
 )
 from tessel.distributed.trial import layouts_after
 
+EXTREMA = ("max", "min")  # pointwise of two tensors, and of one they reduce it
+
 # The state of one result: of a call of one shard, and of calls of several tensors.
 _RULES: dict[str, Callable[[TorchCall, Sharding, Shape, Tensor], State]] = {}
 _OF_SEVERAL: dict[str, Callable[[TorchCall, Tensor], State]] = {}
@@ -74,8 +76,7 @@ def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding |
 def is_always_pointwise(name: str) -> bool:
     """Whether a function of this name is pointwise, whatever arguments it has."""
     base = plain_name(name)
-    several = base in REDUCTIONS or base in _OF_SEVERAL or base in ("where", "data", "set")
-    return is_pointwise(base) and not several
+    return is_pointwise(base) and base not in (*EXTREMA, "where", "data")
 
 
 def states_after(call: TorchCall, result: Any) -> list[State]:
@@ -89,10 +90,9 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
         return [lost] * len(found)
     if call.base in _OF_SEVERAL:
         return [_OF_SEVERAL[call.base](call, each) for each in found]
-    # `max` and the like of one tensor reduce it, and `where` of one gives places
-    alone = call.base in REDUCTIONS and len(call.tensors) == 1
+    alone = call.base in EXTREMA and len(call.tensors) == 1
     alone |= call.base == "where" and len(call.args) + len(call.kwargs) == 1
-    if is_pointwise(call.base) and not alone:
+    if is_pointwise(call.base) and not alone:  # `where` of one tensor gives places
         return [_pointwise(call, each) for each in found]
     if call.base in _RULES:
         subject = call.subject
@@ -309,11 +309,3 @@ def _norm(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> 
 _rule(_RULES, "reshape", "view", "reshape_as", "view_as")(reshaped)
 _rule(_RULES, "flatten", "ravel")(flattened)
 _rule(_RULES, "unflatten")(unflattened)
-
-REDUCTIONS = frozenset(
-    (
-        *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin"),
-        *("var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian", "mode"),
-        *("nansum", "nanmean", "count_nonzero"),
-    )
-)

@@ -17,7 +17,7 @@ from torch._C import _functorch as functorch
 from tessel.core import boxes
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.shard_layouts import shard_layout
+from tessel.primitives.shard_layouts import shard_layout
 from tessel.transport import kept_in_job
 
 ATTRIBUTE = "_tessel_sharding"

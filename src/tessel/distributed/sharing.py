@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from tessel import tensor as spread
 from tessel.core import boxes
 from tessel.core.linop import LinearOperator
-from tessel.distributed.propagation import REDUCTIONS
+from tessel.distributed.propagation import EXTREMA
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, is_wrapped, state_of
 from tessel.distributed.torch_call import Shape, TorchCall, is_pointwise
 
@@ -212,12 +212,12 @@ def _keeps_places(name: str) -> bool:
         return False
     function = re.sub("(?<=[a-z])(?=[A-Z])", "_", found[1]).lower()
     # `max` and `min` are pointwise of two tensors only, and then autograd calls them `maximum`
-    return function in _KEEP_PLACES or (is_pointwise(function) and function not in REDUCTIONS)
+    return function in _KEEP_PLACES or (is_pointwise(function) and function not in EXTREMA)
 
 
 # nodes of pointwise functions that autograd knows by other names, and of broadcasting
 _KEEP_PLACES = frozenset(
-    ("to_copy", "expand", "complex", "prelu_kernel", "native_dropout", "rrelu_with_noise")
+    ("to_copy", "expand", "prelu_kernel", "native_dropout", "rrelu_with_noise")
 )
 
 

@@ -9,8 +9,8 @@ from tessel.core.agreement import agree, as_agreed
 from tessel.core.layout import Layout
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
-from tessel.distributed.shard_layouts import layout_of_parts
 from tessel.distributed.shardings import Sharding, UnknownSharding
+from tessel.primitives.shard_layouts import layout_of_parts
 from tessel.tensor import Tensor
 from tessel.tensor.create import Where
 from tessel.tensor.table import is_whole

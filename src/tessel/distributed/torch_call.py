@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverloadPacket
 
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
+from tessel.tensor.rules import pointwise as rules
 from tessel.tensor.table import tensors
 
 Shape = tuple[int, ...]
@@ -146,28 +146,16 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-_OPERATORS = {
-    "truediv": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pos": "positive",
-    "invert": "bitwise_not",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-}
-
-
 @lru_cache(maxsize=1024)
 def plain_name(name: str) -> str:
-    """The name of a function without what makes it an operator or one that works in place."""
+    """The name of a function without what makes it an operator or one that works in place.
+
+    Operators keep theirs where torch has no function of the same name, as `__truediv__`.
+    """
     if not (name.startswith("__") and name.endswith("__")):
         return name.removesuffix("_")
     inner = name[2:-2]
     for known in (inner, inner[1:] if inner[:1] in "ri" else inner):
-        known = _OPERATORS.get(known, known)
         if is_pointwise(known):
             return known
     return "matmul" if inner == "matmul" else name
@@ -175,25 +163,17 @@ def plain_name(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_pointwise(name: str) -> bool:
-    """Whether a torch function of this name treats each element on its own."""
-    packet = getattr(torch.ops.aten, name, None)  # which has attributes of its own, as its name
-    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
-    tagged = any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
-    return name in _ALSO_POINTWISE or tagged
+    """Whether a torch function of this name treats each element of a shard on its own."""
+    return name in _OF_SHARDS or (name not in QUESTIONS and rules.is_pointwise(name))
 
 
-_ALSO_POINTWISE = frozenset(
+# These have rules of their own for spread tensors: they draw numbers, which of a shard are each
+# worker's own, or change something else than values.
+_OF_SHARDS = frozenset(
     (
-        *("hardswish", "leaky_relu", "softsign", "tanhshrink", "log_sigmoid", "threshold"),
-        *("multiply", "subtract", "divide", "true_divide", "floor_divide", "dropout", "relu6"),
-        *("alpha_dropout", "masked_fill", "where", "lerp", "bernoulli", "nan_to_num", "clip"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
-        *("clone", "contiguous", "detach", "alias", "requires_grad_", "requires_grad", "data"),
-        *("to", "type", "type_as", "cpu", "cuda", "pin_memory", "float", "double", "half"),
-        *("bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble"),
-        *("real", "imag", "conj", "resolve_conj", "resolve_neg", "fill", "zero", "copy"),
-        *("greater", "greater_equal", "less", "less_equal", "not_equal", "_threshold"),
-        *("_make_dual", "_unpack_dual", "_fw_primal"),
-        *("normal", "uniform", "exponential", "isclose", "celu", "selu", "rrelu"),
+        *("dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like"),
+        *("normal", "uniform", "exponential"),
+        *("detach", "alias", "copy", "data", "requires_grad_", "requires_grad"),
+        *("to", "type_as", "pin_memory", "_make_dual", "_unpack_dual", "_fw_primal"),
     )
 )

@@ -19,9 +19,9 @@ from tessel import tensor, transport
 from tessel.core.context import setting
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shardings import Sharding, silent_row
 from tessel.distributed.torch_call import Shape, TorchCall, mapped, tensors_in
+from tessel.primitives.shard_layouts import shard_layout
 from tessel.tensor.call import by_rule
 from tessel.tensor.gathering import fallback, is_random
 from tessel.tensor.table import outlining

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,18 +79,9 @@ class Modes:
         return [*found, ParRestriction(dtype, lengths[-1], [range(last)])]
 
 
-class Expression(NamedTuple):
-    """A spectral convolution, and those of its leaves that take values.
-
-    Attributes:
-        whole: all of it.
-        weights: the matrix for each mode.
-        doubling: with complex transforms, what lets a mode count for its negative, too.
-    """
-
-    whole: ParOperator
-    weights: ParMultilinear
-    doubling: ParDiagonal | None
+# all of an operator, and those of its leaves that take values: the matrix for each mode, and with
+# complex transforms what lets a mode count for its negative, too
+Expression = tuple[ParOperator, ParMultilinear, ParDiagonal | None]
 
 
 class SpectralConvolution:
@@ -103,9 +94,9 @@ class SpectralConvolution:
     """
 
     def __init__(self, expression: Expression, P_x: Partition, stored: Layout | None) -> None:
-        self.weights, self.doubling = expression.weights, expression.doubling
+        whole, self.weights, self.doubling = expression
         storage = None if stored is None else {self.weights: stored}
-        self.operator = spread(expression.whole, P_x, storage)
+        self.operator = spread(whole, P_x, storage)
 
     def __call__(self, x: Tensor, weights: Tensor, columns: Shape) -> Tensor:
         """Apply it to a part (channels, *space, batch), with this worker's part of the weights."""
@@ -168,7 +159,7 @@ def by_real(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expre
     F = kron(ParIdentity(dtype, width), *transforms)
     R = kron(ParIdentity(kind, width), *modes.restrictions(kind, spectrum))
     W = ParMultilinear(kind, width, width, modes.lengths)
-    return Expression(F.inv @ R.H @ W @ R @ F, W, None)
+    return F.inv @ R.H @ W @ R @ F, W, None
 
 
 def by_complex(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
@@ -181,7 +172,7 @@ def by_complex(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Ex
     *others, last = modes.lengths
     D = ParDiagonal(kind, last)
     doubling = kron(channels, *(ParIdentity(kind, n) for n in others), D)
-    return Expression(F.inv @ R.H @ doubling @ W @ R @ F, W, D)
+    return F.inv @ R.H @ doubling @ W @ R @ F, W, D
 
 
 def spread(

@@ -39,7 +39,7 @@ class Mixing(torch.nn.Module):
         return f"{n}, {m}"
 
 
-class SpectralWeight(StoredInParts):
+class SpectralWeight(StoredInParts, torch.nn.Module):
     """A complex matrix for each kept mode, of which each worker stores those of its modes.
 
     The real and the imaginary parts lie in a last dimension, so that all that torch does with real

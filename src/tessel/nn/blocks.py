@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core.layout import Layout, Shape
-from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.nn.layer import ComputingLayer, Layer, Result
+from tessel.operators.parameters import StoredInParts
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.products import Contraction
 from tessel.tensor.tensor import layout_on, move
@@ -88,7 +88,7 @@ def _split(
     return Layout.split(partition, shape, axes, shared)
 
 
-class Weighted(ComputingLayer):
+class Weighted(StoredInParts, ComputingLayer):
     """A layer with a weight and a bias, whole on all workers or in blocks on a grid of them.
 
     Without `P_w` both are shared by all workers of `P_x`, and others store nothing. With it each
@@ -144,8 +144,9 @@ class Weighted(ComputingLayer):
         self.agree_on_form()
         # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
-        if not self._is_relocated():
-            return
+        # P_y may have workers that P_x has not: they store nothing
+        if P_w is None and self.prepare().size == P_x.size:
+            return  # all of them store the whole
         for name, layout in self._block_layouts().items():
             whole = getattr(self, name)
             block = layout.local_part(whole.detach()).clone()
@@ -155,11 +156,6 @@ class Weighted(ComputingLayer):
         assert self.P_w is not None
         ndim = self.P_x.dim
         return WeightGrid.of(self.P_w, ndim, self.num_dims)
-
-    def _is_relocated(self) -> bool:
-        """Whether some worker does not store the parameters whole."""
-        # P_y may have workers that P_x has not: they store nothing
-        return self.P_w is not None or self.prepare().size > self.P_x.size
 
     def _block_layouts(self) -> dict[str, Layout]:
         """Where the parameters lie."""
@@ -224,24 +220,9 @@ class Weighted(ComputingLayer):
     def partitions(self) -> Iterable[Partition]:
         return tuple(each for each in (self.P_x, self.P_y, self.P_w) if each is not None)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        if not self._is_relocated():
-            return
-        # All workers get all of it, so that any of them can write a file that torch's layer reads.
-        everyone = Partition(self.prepare().workers, (self.prepare().size,))
-        for name, layout in self._block_layouts().items():
-            block = getattr(self, name).detach()
-            destination[prefix + name] = Move(layout, Layout.whole(everyone, layout.shape)).apply(
-                block
-            )
+    def stored_parameters(self) -> Iterator[tuple[str, Layout]]:
+        yield from self._block_layouts().items()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if self._is_relocated():
-            for name, layout in self._block_layouts().items():
-                whole = state_dict.get(prefix + name)
-                # What is missing or of another shape stays: torch says so, on all workers.
-                if whole is not None and tuple(whole.shape) == layout.shape:
-                    # A copy: a view would keep all of it, where torch assigns what it loads.
-                    state_dict[prefix + name] = layout.local_part(whole).clone()
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+    def collected_on(self, layout: Layout) -> Partition:
+        # All workers get all of it, so that any of them can write a file that torch's layer reads.
+        return Partition(self.prepare().workers, (self.prepare().size,))

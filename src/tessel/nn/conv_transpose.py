@@ -68,20 +68,12 @@ class DistributedConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
-        in_channels: of the whole input.
-        out_channels: of the whole output.
-        kernel_size: the size of the window.
-        stride: how far apart windows are.
+        in_channels, out_channels, kernel_size, stride, groups, bias, dilation, device, dtype: as of
+            `DistributedConv1d`.
         padding: how much is cut off on both sides.
         output_padding: how much longer the output is behind.
-        groups: how many groups of channels are convolved on their own.
-        bias: whether to add one.
-        dilation: the distance of the values of a window.
         padding_mode: "zeros".
-        device: of the parameters.
-        dtype: of the parameters.
-        P_y: where the result shall lie, by default on `P_x`.
-        P_w: where the blocks of the weight lie, if it is not whole on all workers.
+        P_y, P_w: where the result, and blocks of the weight, lie, as of `DistributedConv1d`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])

@@ -48,8 +48,8 @@ from tessel.nn.layer import (
 from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
 from tessel.nn.wrapped import (
-    Replicas,
     check_alike,
+    check_replicas,
     is_averaged,
     is_dtensor,
     is_fully_sharded,
@@ -234,7 +234,7 @@ class ModelConversion:
 
     def __init__(self, P_x: Partition, stream: Stream, fallback: str) -> None:
         self.P_x, self.stream, self.fallback = P_x, stream, fallback
-        self.replicas = Replicas(P_x)
+        self.averaging: set[tuple[int, ...]] = set()  # workers over which wrappers average rightly
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
         self._last: list[weakref.ref[Tensor]] = []  # those of the last call, in their order
@@ -334,7 +334,7 @@ class ModelConversion:
         self.note(self.unknown(contents.values))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_alike": {}, "_last": []}  # those of a copy are others
+        return {**self.__dict__, "_alike": {}, "_last": [], "averaging": set()}  # of a copy others
 
 
 def _make_plain(values: dict[str, Any], make: Callable[[Tensor, bool], Tensor]) -> None:
@@ -504,7 +504,8 @@ class Entrance(HasHandle):
         wrappers = wrappers_of(contents.sharded)
         wrapping = ""
         if not is_traced():
-            wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers, spread)
+            name, known = type(self.module).__name__, self.conversion.averaging
+            wrapping = check_replicas(name, P_x, wrappers, spread, known)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)

@@ -11,31 +11,31 @@ from tessel.core.layout import Layout, Shape
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
 from tessel.tensor.rules import convolution
-from tessel.tensor.rules.convolution import ConvolutionSettings
 
 Numbers = tuple[int, ...]
 
 
 class ConvolutionLayer(Weighted):
-    """What convolutions and transposed ones have in common.
-
-    A subclass names the module of its rule, and says what it is as a value.
-    """
+    """A convolution of any number of dimensions; transposed ones have a rule of their own."""
 
     num_dims: int
     kernel_size: Numbers
     stride: Numbers
     padding: Any
+    padding_mode: Any
     dilation: Numbers
     groups: int
     in_channels: int
     out_channels: int
-    rule: Any
+    rule: Any = convolution
     _settings: Any = None
 
     def read_settings(self) -> Any:
         """What the attributes, which are torch's, say."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `read_settings`")
+        inputs = self.in_channels // self.groups
+        shape = (self.out_channels, inputs, *self.kernel_size)
+        sizes = self.stride, self.padding, self.dilation
+        return convolution.settings_of(shape, *sizes, self.groups, self.padding_mode)
 
     def settings(self) -> Any:
         """What this is, as a value."""
@@ -63,17 +63,6 @@ class ConvolutionLayer(Weighted):
         result: Result = self.rule.convolve_parts(x, layout, weight, bias, settings, plan)
         return result
 
-
-class _DistributedConv(ConvolutionLayer):
-    rule = convolution
-    padding_mode: Any
-
-    def read_settings(self) -> ConvolutionSettings:
-        inputs = self.in_channels // self.groups
-        shape = (self.out_channels, inputs, *self.kernel_size)
-        sizes = self.stride, self.padding, self.dilation
-        return convolution.settings_of(shape, *sizes, self.groups, self.padding_mode)
-
     def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
         return self.convolve(x, layout, weight, bias, self.settings())
 
@@ -93,7 +82,7 @@ class _DistributedConv(ConvolutionLayer):
             )
 
 
-class DistributedConv1d(_DistributedConv, torch.nn.Conv1d):
+class DistributedConv1d(ConvolutionLayer, torch.nn.Conv1d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv1d`.
 
     Forward:  y[o, i] = b[o] + Σ_c Σ_t w[o, c, t] x[c, s·i − p + d·t].
@@ -129,7 +118,7 @@ class DistributedConv1d(_DistributedConv, torch.nn.Conv1d):
     num_dims = 1
 
 
-class DistributedConv2d(_DistributedConv, torch.nn.Conv2d):
+class DistributedConv2d(ConvolutionLayer, torch.nn.Conv2d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv2d`.
 
     As `DistributedConv1d`, along two dimensions of space.
@@ -144,7 +133,7 @@ class DistributedConv2d(_DistributedConv, torch.nn.Conv2d):
     num_dims = 2
 
 
-class DistributedConv3d(_DistributedConv, torch.nn.Conv3d):
+class DistributedConv3d(ConvolutionLayer, torch.nn.Conv3d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv3d`.
 
     As `DistributedConv1d`, along three dimensions of space.

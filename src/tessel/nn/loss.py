@@ -39,7 +39,7 @@ class DistributedLossBase(Layer):
     """A loss over a partitioned tensor: torch's own of spread tensors, one shared value.
 
     A subclass derives from this and from torch's own loss, whose arguments and defaults it has.
-    All workers hold the same weights.
+    All workers hold the same weights. The target lies as the input does.
     """
 
     reduction: str
@@ -63,7 +63,18 @@ class DistributedLossBase(Layer):
 
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
         """What goes with the input, as spread tensors, after all workers agreed on it."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `agree_on_others`")
+        (target,) = args
+        return (self.agree_on_target(x, target, layout),)
+
+    def agree_on_target(
+        self, x: Tensor, target: Tensor, layout: Layout, note: str = ""
+    ) -> SpreadTensor:
+        said = self.said_of(x)
+        return self.agree_on("target", target, said, lambda each: each.fitting(layout), note)
+
+    def said_of(self, x: Tensor) -> Callable[[Any], Said]:
+        """What torch would not take in the values of this worker's parts."""
+        return lambda target: FINE
 
     @property
     def weights(self) -> tuple[Tensor | None, ...]:
@@ -151,25 +162,7 @@ def _version(weight: Tensor | None) -> Any:
     return weight.data_ptr(), weight._version  # another tensor, or another value of it
 
 
-class _Elementwise(DistributedLossBase):
-    """A loss of each element by itself."""
-
-    def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
-        (target,) = args
-        return (self.agree_on_target(x, target, layout),)
-
-    def agree_on_target(
-        self, x: Tensor, target: Tensor, layout: Layout, note: str = ""
-    ) -> SpreadTensor:
-        said = self.said_of(x)
-        return self.agree_on("target", target, said, lambda each: each.fitting(layout), note)
-
-    def said_of(self, x: Tensor) -> Callable[[Any], Said]:
-        """What torch would not take in the values of this worker's parts."""
-        return lambda target: FINE
-
-
-class DistributedL1Loss(_Elementwise, torch.nn.L1Loss):
+class DistributedL1Loss(DistributedLossBase, torch.nn.L1Loss):
     """The absolute error of a tensor that is spread over `P_x`: `torch.nn.L1Loss`.
 
     Forward:  L = mean or sum of |x − y|, on every worker; with "none", this worker's part of it.
@@ -186,7 +179,7 @@ class DistributedL1Loss(_Elementwise, torch.nn.L1Loss):
     """
 
 
-class DistributedMSELoss(_Elementwise, torch.nn.MSELoss):
+class DistributedMSELoss(DistributedLossBase, torch.nn.MSELoss):
     """The squared error of a tensor that is spread over `P_x`: `torch.nn.MSELoss`.
 
     Forward:  L = mean or sum of (x − y)², on every worker; with "none", this worker's part of it.
@@ -203,7 +196,7 @@ class DistributedMSELoss(_Elementwise, torch.nn.MSELoss):
     """
 
 
-class DistributedSmoothL1Loss(_Elementwise, torch.nn.SmoothL1Loss):
+class DistributedSmoothL1Loss(DistributedLossBase, torch.nn.SmoothL1Loss):
     """The smooth absolute error of a tensor spread over `P_x`: `torch.nn.SmoothL1Loss`.
 
     Forward:  L = mean or sum of d²/2β where d = |x − y| < β, else d − β/2, on every worker.
@@ -223,7 +216,7 @@ class DistributedSmoothL1Loss(_Elementwise, torch.nn.SmoothL1Loss):
     setting_names = ("reduction", "beta")
 
 
-class DistributedHuberLoss(_Elementwise, torch.nn.HuberLoss):
+class DistributedHuberLoss(DistributedLossBase, torch.nn.HuberLoss):
     """The Huber loss of a tensor that is spread over `P_x`: `torch.nn.HuberLoss`.
 
     Forward:  L = mean or sum of d²/2 where d = |x − y| < δ, else δ(d − δ/2), on every worker.
@@ -242,7 +235,7 @@ class DistributedHuberLoss(_Elementwise, torch.nn.HuberLoss):
     setting_names = ("reduction", "delta")
 
 
-class DistributedBCELoss(_Elementwise, torch.nn.BCELoss):
+class DistributedBCELoss(DistributedLossBase, torch.nn.BCELoss):
     """The binary cross entropy of a tensor that is spread over `P_x`: `torch.nn.BCELoss`.
 
     Forward:  L = mean or sum of −w(y·log x + (1 − y)·log(1 − x)), on every worker.
@@ -273,7 +266,7 @@ class DistributedBCELoss(_Elementwise, torch.nn.BCELoss):
         return partial(said_of_units, x)
 
 
-class DistributedBCEWithLogitsLoss(_Elementwise, torch.nn.BCEWithLogitsLoss):
+class DistributedBCEWithLogitsLoss(DistributedLossBase, torch.nn.BCEWithLogitsLoss):
     """The binary cross entropy of logits spread over `P_x`: `torch.nn.BCEWithLogitsLoss`.
 
     Forward:  L = mean or sum of −w(p·y·log σ(x) + (1 − y)·log(1 − σ(x))), on every worker.
@@ -295,7 +288,7 @@ class DistributedBCEWithLogitsLoss(_Elementwise, torch.nn.BCEWithLogitsLoss):
     weight_names = ("weight", "pos_weight")
 
 
-class DistributedKLDivLoss(_Elementwise, torch.nn.KLDivLoss):
+class DistributedKLDivLoss(DistributedLossBase, torch.nn.KLDivLoss):
     """The Kullback-Leibler divergence of log-probabilities over `P_x`: `torch.nn.KLDivLoss`.
 
     Forward:  L = mean or sum of y(log y − x), or that sum over the whole batch size, on every
@@ -317,7 +310,7 @@ class DistributedKLDivLoss(_Elementwise, torch.nn.KLDivLoss):
     setting_names = ("reduction", "log_target")
 
 
-class DistributedPoissonNLLLoss(_Elementwise, torch.nn.PoissonNLLLoss):
+class DistributedPoissonNLLLoss(DistributedLossBase, torch.nn.PoissonNLLLoss):
     """Minus the log-likelihood of Poisson rates spread over `P_x`: `torch.nn.PoissonNLLLoss`.
 
     Forward:  L = mean or sum of exp(x) − y·x, or of x − y·log(x + ε), on every worker.
@@ -342,7 +335,7 @@ class DistributedPoissonNLLLoss(_Elementwise, torch.nn.PoissonNLLLoss):
         return super().forward(log_input, target)
 
 
-class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
+class DistributedGaussianNLLLoss(DistributedLossBase, torch.nn.GaussianNLLLoss):
     """Minus the log-likelihood of Gaussian means spread over `P_x`: `torch.nn.GaussianNLLLoss`.
 
     Forward:  L = mean or sum of (log v + (x − y)²/v)/2, on every worker, where v is at least ε.

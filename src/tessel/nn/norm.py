@@ -12,15 +12,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from tessel.nn.layer import Layer
 
 
-class _AnyDims:
-    """A norm of tensors of two or more dimensions, the first two batch and channels."""
-
-    def _check_input_dim(self, input: Tensor) -> None:  # torch's classes know how many there are
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+def _check_any_dims(layer: Any, input: Tensor) -> None:
+    """Batch and channels come first; of the rest there may be any number, which torch's fix."""
+    if input.dim() < 2:
+        raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-class DistributedBatchNorm(Layer, _AnyDims, _BatchNorm):
+class DistributedBatchNorm(Layer, _BatchNorm):
     """Batch norm of a tensor of two or more dimensions that is spread over `P_x`.
 
     Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
@@ -42,17 +40,13 @@ class DistributedBatchNorm(Layer, _AnyDims, _BatchNorm):
     0.0
     """
 
+    _check_input_dim = _check_any_dims
+
 
 class DistributedBatchNorm1d(Layer, torch.nn.BatchNorm1d):
     """Batch norm of a tensor (N, C) or (N, C, L) over `P_x`: `torch.nn.BatchNorm1d`.
 
-    Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
-    the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        num_features: the number of channels of the whole tensor.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as `torch.nn.BatchNorm1d`.
+    As `DistributedBatchNorm`, along one dimension of space, or none.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -64,7 +58,7 @@ class DistributedBatchNorm1d(Layer, torch.nn.BatchNorm1d):
 class DistributedBatchNorm2d(Layer, torch.nn.BatchNorm2d):
     """Batch norm of a tensor (N, C, H, W) over `P_x`: `torch.nn.BatchNorm2d`.
 
-    As `DistributedBatchNorm1d`, along two dimensions of space.
+    As `DistributedBatchNorm`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -76,7 +70,7 @@ class DistributedBatchNorm2d(Layer, torch.nn.BatchNorm2d):
 class DistributedBatchNorm3d(Layer, torch.nn.BatchNorm3d):
     """Batch norm of a tensor (N, C, D, H, W) over `P_x`: `torch.nn.BatchNorm3d`.
 
-    As `DistributedBatchNorm1d`, along three dimensions of space.
+    As `DistributedBatchNorm`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])
@@ -85,7 +79,7 @@ class DistributedBatchNorm3d(Layer, torch.nn.BatchNorm3d):
     """
 
 
-class DistributedInstanceNorm(Layer, _AnyDims, _InstanceNorm):
+class DistributedInstanceNorm(Layer, _InstanceNorm):
     """Instance norm of a tensor (N, C, …) of any number of dimensions that is spread over `P_x`.
 
     Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
@@ -103,6 +97,8 @@ class DistributedInstanceNorm(Layer, _AnyDims, _InstanceNorm):
     torch.Size([2, 3, 4])
     """
 
+    _check_input_dim = _check_any_dims
+
     def torch_forward(self, x: Tensor, *args: Any, **settings: Any) -> Any:
         # as torch's, but for an input without a batch, which no number of dimensions tells here
         self._check_input_dim(x)
@@ -117,14 +113,7 @@ class DistributedInstanceNorm(Layer, _AnyDims, _InstanceNorm):
 class DistributedInstanceNorm1d(Layer, torch.nn.InstanceNorm1d):
     """Instance norm of a tensor (C, L) or (N, C, L) over `P_x`: `torch.nn.InstanceNorm1d`.
 
-    Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
-    one instance of the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        num_features: the number of channels of the whole tensor.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as
-            `torch.nn.InstanceNorm1d`.
+    As `DistributedInstanceNorm`, along one dimension of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -136,7 +125,7 @@ class DistributedInstanceNorm1d(Layer, torch.nn.InstanceNorm1d):
 class DistributedInstanceNorm2d(Layer, torch.nn.InstanceNorm2d):
     """Instance norm of a tensor (C, H, W) or (N, C, H, W) over `P_x`: `torch.nn.InstanceNorm2d`.
 
-    As `DistributedInstanceNorm1d`, along two dimensions of space.
+    As `DistributedInstanceNorm`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -148,7 +137,7 @@ class DistributedInstanceNorm2d(Layer, torch.nn.InstanceNorm2d):
 class DistributedInstanceNorm3d(Layer, torch.nn.InstanceNorm3d):
     """Instance norm of a tensor (C, D, H, W) or (N, C, D, H, W): `torch.nn.InstanceNorm3d`.
 
-    As `DistributedInstanceNorm1d`, along three dimensions of space.
+    As `DistributedInstanceNorm`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])

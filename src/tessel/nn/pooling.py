@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tessel.nn.layer import Layer
 from tessel.nn.mixins import PoolingMixin
-from tessel.tensor.rules.pools import AveragePool, MaximumPool, Pool
 
 
 class DistributedPoolingBase(PoolingMixin, Layer):
@@ -29,23 +28,6 @@ class DistributedPoolingBase(PoolingMixin, Layer):
     """
 
     num_dims: int  # of the window
-    kernel_size: Any
-    stride: Any
-    padding: Any
-    ceil_mode: bool
-
-    def settings(self) -> Pool:
-        """What pool this is, as a value."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `settings`")
-
-
-class _AvgPool(DistributedPoolingBase):
-    count_include_pad: bool
-    divisor_override: int | None = None
-
-    def settings(self) -> AveragePool:
-        sizes = self.kernel_size, self.stride, self.padding, self.ceil_mode
-        return AveragePool.of(self.num_dims, *sizes, self.count_include_pad, self.divisor_override)
 
 
 class MayGiveIndices(Layer):
@@ -57,15 +39,7 @@ class MayGiveIndices(Layer):
         return (x.clone(), x.new_empty(0, dtype=torch.int64)) if self.return_indices else x.clone()
 
 
-class _MaxPool(MayGiveIndices, DistributedPoolingBase):
-    dilation: Any
-
-    def settings(self) -> MaximumPool:
-        sizes = self.kernel_size, self.stride, self.padding, self.dilation
-        return MaximumPool.of(self.num_dims, *sizes, self.ceil_mode, self.return_indices)
-
-
-class DistributedAvgPool1d(_AvgPool, torch.nn.AvgPool1d):
+class DistributedAvgPool1d(DistributedPoolingBase, torch.nn.AvgPool1d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool1d`.
 
     Forward:  y[i] = (Σ_t x[s·i − p + t]) / n along the last dimension.
@@ -88,7 +62,7 @@ class DistributedAvgPool1d(_AvgPool, torch.nn.AvgPool1d):
     num_dims = 1
 
 
-class DistributedAvgPool2d(_AvgPool, torch.nn.AvgPool2d):
+class DistributedAvgPool2d(DistributedPoolingBase, torch.nn.AvgPool2d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool2d`.
 
     As `DistributedAvgPool1d`, along two dimensions of space.
@@ -106,7 +80,7 @@ class DistributedAvgPool2d(_AvgPool, torch.nn.AvgPool2d):
     num_dims = 2
 
 
-class DistributedAvgPool3d(_AvgPool, torch.nn.AvgPool3d):
+class DistributedAvgPool3d(DistributedPoolingBase, torch.nn.AvgPool3d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool3d`.
 
     As `DistributedAvgPool1d`, along three dimensions of space.
@@ -124,7 +98,7 @@ class DistributedAvgPool3d(_AvgPool, torch.nn.AvgPool3d):
     num_dims = 3
 
 
-class DistributedMaxPool1d(_MaxPool, torch.nn.MaxPool1d):
+class DistributedMaxPool1d(MayGiveIndices, DistributedPoolingBase, torch.nn.MaxPool1d):
     """The largest value of each window of a tensor that is spread over `P_x`: `torch.nn.MaxPool1d`.
 
     Forward:  y[i] = max_t x[s·i − p + d·t] along the last dimension.
@@ -147,7 +121,7 @@ class DistributedMaxPool1d(_MaxPool, torch.nn.MaxPool1d):
     num_dims = 1
 
 
-class DistributedMaxPool2d(_MaxPool, torch.nn.MaxPool2d):
+class DistributedMaxPool2d(MayGiveIndices, DistributedPoolingBase, torch.nn.MaxPool2d):
     """The largest value of each window of a tensor that is spread over `P_x`: `torch.nn.MaxPool2d`.
 
     As `DistributedMaxPool1d`, along two dimensions of space.
@@ -161,7 +135,7 @@ class DistributedMaxPool2d(_MaxPool, torch.nn.MaxPool2d):
     num_dims = 2
 
 
-class DistributedMaxPool3d(_MaxPool, torch.nn.MaxPool3d):
+class DistributedMaxPool3d(MayGiveIndices, DistributedPoolingBase, torch.nn.MaxPool3d):
     """The largest value of each window of a tensor that is spread over `P_x`: `torch.nn.MaxPool3d`.
 
     As `DistributedMaxPool1d`, along three dimensions of space.

@@ -36,10 +36,10 @@ from tessel.nn.layer import (
     needs_of,
     parts_agreement,
 )
-from tessel.nn.pooling import DistributedPoolingBase
+from tessel.nn.pooling import DistributedPoolingBase, MayGiveIndices
 from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
-from tessel.tensor.rules import convolution, interpolation, norms, transposed
+from tessel.tensor.rules import convolution, interpolation, norms, pools, transposed
 from tessel.tensor.table import as_spread, check_dtypes, running
 from tessel.tensor.tensor import is_spread
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
@@ -385,12 +385,20 @@ class _Pooling(RegionStep):
                 f"a HaloRegion gives one tensor: {type(self.layer).__name__} with "
                 f"return_indices=True cannot be in it"
             )
-        pool = self.layer.settings()
-        outputs = pool.output_shape(shape, (x.dtype, x.device.type))
-        return outputs, leading(len(shape), pool.windows)
+        outputs = self.pool.output_shape(shape, (x.dtype, x.device.type))
+        return outputs, leading(len(shape), self.pool.windows)
+
+    @cached_property
+    def pool(self) -> pools.Pool:
+        layer = self.layer
+        sizes = layer.num_dims, layer.kernel_size, layer.stride, layer.padding
+        if isinstance(self.layer, MayGiveIndices):
+            return pools.MaximumPool.of(*sizes, layer.dilation, layer.ceil_mode)
+        divisor = getattr(layer, "divisor_override", None)  # which pools of one dimension lack
+        return pools.AveragePool.of(*sizes, layer.ceil_mode, layer.count_include_pad, divisor)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        pooled: Tensor = self.layer.settings().of_read(x, plan)
+        pooled: Tensor = self.pool.of_read(x, plan)
         return pooled
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tessel.core.partition import Partition
 from tessel.nn.layer import Layer
-
-Sizes = int | tuple[int, ...]
-Factors = float | tuple[float, ...]
 
 
 class DistributedUpsample(Layer, torch.nn.Upsample):
@@ -34,29 +30,8 @@ class DistributedUpsample(Layer, torch.nn.Upsample):
     tensor([[[1., 1., 2., 2.]]])
     """
 
-    def __init__(
-        self,
-        P_x: Partition,
-        size: Sizes | None = None,
-        scale_factor: Factors | None = None,
-        mode: str = "nearest",
-        align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None,
-    ) -> None:
-        super().__init__(P_x, size, scale_factor, mode, align_corners, recompute_scale_factor)
 
-
-class _Upsampling2d(DistributedUpsample):
-    """One of torch's layers that have a mode of their own."""
-
-    def __init__(
-        self, P_x: Partition, size: Sizes | None = None, scale_factor: Factors | None = None
-    ) -> None:
-        # past that of DistributedUpsample, whose other arguments torch's layer does not take
-        super(DistributedUpsample, self).__init__(P_x, size, scale_factor)
-
-
-class DistributedUpsamplingNearest2d(_Upsampling2d, torch.nn.UpsamplingNearest2d):
+class DistributedUpsamplingNearest2d(DistributedUpsample, torch.nn.UpsamplingNearest2d):
     """Each value again and again, on a tensor over `P_x`: `torch.nn.UpsamplingNearest2d`.
 
     Forward:  y[i] = x[⌊i·n/m⌋] along each of the last 2 dimensions.
@@ -73,7 +48,7 @@ class DistributedUpsamplingNearest2d(_Upsampling2d, torch.nn.UpsamplingNearest2d
     """
 
 
-class DistributedUpsamplingBilinear2d(_Upsampling2d, torch.nn.UpsamplingBilinear2d):
+class DistributedUpsamplingBilinear2d(DistributedUpsample, torch.nn.UpsamplingBilinear2d):
     """Values between those of a tensor over `P_x`: `torch.nn.UpsamplingBilinear2d`.
 
     Forward:  y[i] = (1 − λ)·x[j] + λ·x[j + 1], where j + λ = i·(n − 1)/(m − 1), along each of the

@@ -122,70 +122,60 @@ def averaging_groups(wrapper: Module) -> list[tuple[Any, ...]]:
     return [tuple(getattr(each, kind) for kind in kinds if hasattr(each, kind)) for each in infos]
 
 
-class Replicas:
-    """The replicas of a converted model over which wrappers take means, as far as they are known.
+def check_replicas(
+    name: str, P_x: Partition, wrappers: Iterable[Module], spread: bool, known: set[Ranks]
+) -> str:
+    """Raise ValueError on all workers if a wrapper's mean is not one over replicas.
 
     Args:
+        name: of the model.
         P_x: the workers that hold this replica.
+        wrappers: those of this call.
+        spread: whether the output of the model will be a spread tensor.
+        known: the workers of wrappers that are known to be right, to which others are added.
+
+    Returns:
+        In words, what all workers of a replica must have alike.
     """
+    wrappers = list(wrappers)
+    refuse_flattened(name, wrappers, P_x)
+    ddps = []
+    for wrapper in wrappers:
+        for groups in averaging_groups(wrapper):
+            ranks = map(dist.get_process_group_ranks, groups)
+            workers = tuple(sorted({worker for each in ranks for worker in each}))
+            if workers not in known:
+                _check_mean(name, P_x, wrapper, groups, workers)
+                known.add(workers)
+        if isinstance(wrapper, DistributedDataParallel):
+            if spread and (wrapper.find_unused_parameters or wrapper.static_graph):
+                _refuse(
+                    f"{name} over {P_x}: DistributedDataParallel with find_unused_parameters or "
+                    f"static_graph looks at the graph of its output, and that of a spread tensor "
+                    f"lies with its part; pass parts to the model, or take neither of the two",
+                    P_x,
+                )
+            ddps.append("no_sync()" if not wrapper.require_backward_grad_sync else "mean")
+    return f"DistributedDataParallel ({', '.join(ddps)})" if ddps else "no wrapper"
 
-    def __init__(self, P_x: Partition) -> None:
-        self.P_x = P_x
-        self._known: set[Ranks] = set()  # the workers of wrappers that are right
 
-    def check(self, name: str, wrappers: Iterable[Module], spread: bool) -> str:
-        """Raise ValueError on all workers if a wrapper's mean is not one over replicas.
-
-        Args:
-            name: of the model.
-            wrappers: those of this call.
-            spread: whether the output of the model will be a spread tensor.
-
-        Returns:
-            In words, what all workers of a replica must have alike.
-        """
-        wrappers = list(wrappers)
-        refuse_flattened(name, wrappers, self.P_x)
-        ddps = []
-        for wrapper in wrappers:
-            for groups in averaging_groups(wrapper):
-                ranks = map(dist.get_process_group_ranks, groups)
-                workers = tuple(sorted({worker for each in ranks for worker in each}))
-                if workers not in self._known:
-                    self._check(name, wrapper, groups, workers)
-                    self._known.add(workers)
-            if isinstance(wrapper, DistributedDataParallel):
-                if spread and (wrapper.find_unused_parameters or wrapper.static_graph):
-                    _refuse(
-                        f"{name} over {self.P_x}: DistributedDataParallel with "
-                        f"find_unused_parameters or static_graph looks at the graph of its output, "
-                        f"and that of a spread tensor lies with its part; pass parts to the model, "
-                        f"or take neither of the two",
-                        self.P_x,
-                    )
-                ddps.append("no_sync()" if not wrapper.require_backward_grad_sync else "mean")
-        return f"DistributedDataParallel ({', '.join(ddps)})" if ddps else "no wrapper"
-
-    def _check(self, name: str, wrapper: Module, groups: Sequence[Any], workers: Ranks) -> None:
-        own = (tuple(self.P_x.ranks), self.P_x.rank is not None)
-        heard = [own]
-        for handle in groups:  # along the axes of a mesh, one after the other
-            heard = [each for some in share_over(handle, heard) for each in some]
-        kind = "DistributedDataParallel"
-        if not isinstance(wrapper, DistributedDataParallel):
-            kind = "fully_shard"
-        problem = unfit(heard)
-        text = f"{kind} over workers {list(workers)} around the converted {name}: {problem}"
-        if not problem:  # the same on all workers of a replica, which may be in other groups
-            replicas = sorted({ranks for ranks, _ in heard})
-            text = f"{kind} around the converted {name}, with the replicas on workers {replicas}"
-        if self.P_x.active and self.P_x.size > 1:
-            agree(self.P_x, text)  # one that is not wrapped, or otherwise, is found out here
-        if problem:
-            raise ValueError(text)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"P_x": self.P_x, "_known": set()}
+def _check_mean(
+    name: str, P_x: Partition, wrapper: Module, groups: Sequence[Any], workers: Ranks
+) -> None:
+    heard = [(tuple(P_x.ranks), P_x.rank is not None)]
+    for handle in groups:  # along the axes of a mesh, one after the other
+        heard = [each for some in share_over(handle, heard) for each in some]
+    is_ddp = isinstance(wrapper, DistributedDataParallel)
+    kind = "DistributedDataParallel" if is_ddp else "fully_shard"
+    problem = unfit(heard)
+    text = f"{kind} over workers {list(workers)} around the converted {name}: {problem}"
+    if not problem:  # the same on all workers of a replica, which may be in other groups
+        replicas = sorted({ranks for ranks, _ in heard})
+        text = f"{kind} around the converted {name}, with the replicas on workers {replicas}"
+    if P_x.active and P_x.size > 1:
+        agree(P_x, text)  # one that is not wrapped, or otherwise, is found out here
+    if problem:
+        raise ValueError(text)
 
 
 def unfit(heard: Sequence[tuple[Ranks, bool]]) -> str:

@@ -14,6 +14,7 @@ from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
 from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.operators.space import Shape
 
@@ -250,8 +251,8 @@ def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-class StoredInParts(torch.nn.Module):
-    """A module that stores parts of its parameters, and whose state has them whole.
+class StoredInParts:
+    """A mixin for a module that stores parts of its parameters, and whose state has them whole.
 
     A subclass gives `stored_parameters`. All workers collect a state together.
     """
@@ -260,30 +261,41 @@ class StoredInParts(torch.nn.Module):
         """The names of parameters that may lie in parts, and how they lie."""
         raise NotImplementedError(f"{type(self).__name__} must implement `stored_parameters`")
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def collected_on(self, layout: Layout) -> Partition:
+        """The workers whose state has all of a parameter that lies so."""
+        return layout.partition
+
+    def _in_parts(self) -> Iterator[tuple[str, Layout, Partition]]:
+        """The parameters of which some worker does not store all, and who collects them."""
         for name, layout in self.stored_parameters():
-            # Where everybody stores all of it, there is nothing to collect.
+            everyone = self.collected_on(layout)
             is_split = any(layout.is_split(dim) for dim in range(len(layout.shape)))
-            if is_split and layout.partition.active:
-                whole = Layout.whole(layout.partition, layout.shape)
+            others = {*everyone.ranks} - {*layout.partition.ranks}
+            if is_split or others or not layout.partition.active:
+                yield name, layout, everyone
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name, layout, everyone in self._in_parts():
+            if everyone.active:
                 part = getattr(self, name).detach()
+                whole = Layout.whole(everyone, layout.shape)
                 destination[prefix + name] = Move(layout, whole).apply(part)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name, layout in self.stored_parameters():
+        for name, layout, _ in self._in_parts():
             whole = state_dict.get(prefix + name)
             if whole is None or tuple(whole.shape) != layout.shape:
-                continue  # a part already, or what torch reports better
+                continue  # a part already, or what torch reports better, on all workers
             if layout.partition.active:
                 # A copy: a view would keep the whole alive where torch assigns what it loads.
                 state_dict[prefix + name] = layout.local_part(whole).clone()
-            else:
-                state_dict[prefix + name] = whole.new_empty(getattr(self, name).shape)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+            elif (own := getattr(self, name)).shape != whole.shape:  # that of a worker outside
+                state_dict[prefix + name] = whole.new_empty(own.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
-class OperatorModule(HasHandle, StoredInParts):
+class OperatorModule(HasHandle, StoredInParts, torch.nn.Module):
     """An operator as a torch module, which has the operator's own parameters."""
 
     _derived = HasHandle._derived | {"_traces"}

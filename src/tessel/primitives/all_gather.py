@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import index as as_int
 
-from tessel.core import boxes
 from tessel.core.agreement import same
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Layout, Shape
 from tessel.core.move import Move
 from tessel.core.partition import Partition
+from tessel.primitives.shard_layouts import layout_of_parts, shard_layout
 from tessel.primitives.slices import SliceMovement
 
 
@@ -51,11 +51,8 @@ class AllGather(_AlongDim):
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         dim = self._dim(len(shapes[row.ranks[0]]))
-        # Along `dim` the parts may have any lengths, along all other dimensions one.
-        others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in row.ranks}
-        same(others, f"shape (but for dim {dim})", repr(self))
-        lengths = [shapes[worker][dim] for worker in row.ranks]
-        return _gather(row, shapes[row.ranks[0]], dim, boxes.consecutive(lengths))
+        parts = layout_of_parts(row, shapes, dim, None, repr(self))
+        return Move(parts, Layout.whole(row, parts.shape))
 
     @property
     def H(self) -> ReduceScatter:
@@ -80,19 +77,10 @@ class ReduceScatter(_AlongDim):
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         shape = same({worker: shapes[worker] for worker in row.ranks}, "shape", repr(self))
-        dim = self._dim(len(shape))
         # the adjoint of an all-gather of balanced parts, which sums what its copies are asked for
-        return _gather(row, shape, dim, boxes.balanced(shape[dim], row.size)).H
+        return Move(shard_layout(row, shape, self._dim(len(shape))), Layout.whole(row, shape)).H
 
     @property
     def H(self) -> AllGather:
         """The adjoint."""
         return AllGather(self.P_x, self.axis, self.dim)
-
-
-def _gather(row: Partition, shape: Shape, dim: int, intervals: tuple[boxes.Interval, ...]) -> Move:
-    """From parts of `dim` on the workers of a row to the whole on each of them."""
-    length = intervals[-1][1]
-    whole = Layout.whole(row, (*shape[:dim], length, *shape[dim + 1 :]))
-    cuts = (*whole.cuts[:dim], Cut((0,), intervals), *whole.cuts[dim + 1 :])
-    return Move(Layout(row, whole.shape, cuts), whole)

@@ -17,9 +17,9 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import shared_whole
 from tessel.distributed.movements import gathering
-from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
-from tessel.nn.blocks import Weighted
+from tessel.operators.parameters import StoredInParts
+from tessel.primitives.shard_layouts import shard_layout
 from tessel.state.places import row_of_model
 from tessel.transport import code_of, kept_in_job
 
@@ -158,10 +158,8 @@ def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
     if isinstance(parameters, Module):
         known: dict[int, Layout | None] = {}
         for module in parameters.modules():
-            layout = getattr(module, "layout", None)  # of a weight that is a module of its own
-            alone = {"weight": layout} if isinstance(layout, Layout) else {}
-            own = module._block_layouts() if isinstance(module, Weighted) else alone
-            known.update((id(module._parameters.get(name)), each) for name, each in own.items())
+            own = module.stored_parameters() if isinstance(module, StoredInParts) else ()
+            known.update((id(module._parameters.get(name)), each) for name, each in own)
         for name, value in parameters.named_parameters():
             yield name, value, known.get(id(value)) or _layout_of(value)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,79 +17,27 @@ from tessel.distributed.torch_call import mapped, tensors_in
 from tessel.state.places import Places
 from tessel.tensor.tensor import move
 
+# gives the whole of a value of a state, or this worker's part of it, by where its parts lie
+Change = Callable[[Any, Layout | None], Any]
 
-class StateCollector:
-    """Puts values together on all workers, or on the first; one value once."""
 
-    def __init__(self, places: Places, rank0_only: bool, cpu_offload: bool) -> None:
-        self._places, self._cpu = places, cpu_offload
-        self._target = places.first if rank0_only else places.row
-        self._known: dict[int, Tensor] = {}  # by identity: tied weights travel once and stay tied
+def collector(places: Places, rank0_only: bool, cpu_offload: bool) -> Change:
+    """What puts values together on all workers, or on the first; one value once."""
+    target = places.first if rank0_only else places.row
+    known: dict[int, Tensor] = {}  # by identity: tied weights travel once and stay tied
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether this worker gets nothing."""
-        return not self._target.active
-
-    def __call__(self, value: Any, layout: Layout | None) -> Any:
+    def collect(value: Any, layout: Layout | None) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in self._known:
+        if id(value) not in known:
             whole = as_plain(value).detach()
-            if layout is not None and self._places.is_apart(layout):
-                target = shared_whole(self._target, layout.shape)
-                whole = move(layout, target).apply(whole)
+            if layout is not None and places.is_apart(layout):
+                whole = move(layout, shared_whole(target, layout.shape)).apply(whole)
             # at once, so that the device needs room for one whole value, not for all of them
-            self._known[id(value)] = whole.cpu() if self._cpu and not self.is_empty else whole
-        return self._known[id(value)]
+            known[id(value)] = whole.cpu() if cpu_offload and target.active else whole
+        return known[id(value)]
 
-
-class Relocator:
-    """Takes this worker's parts out of whole values; what shares memory does so afterwards."""
-
-    def __init__(self, places: Places, state: Mapping[str, Any]) -> None:
-        self._places, self.outline = places, state
-        self._known: dict[Any, Tensor] = {}
-
-    def __call__(self, value: Any, layout: Layout | None) -> Any:
-        if layout is None or not isinstance(value, Tensor) or not self._places.is_apart(layout):
-            return value
-        # by memory, not by identity: `state_dict` detaches tied weights once for each name
-        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), layout)
-        if key not in self._known:
-            self._known[key] = layout.local_part(as_plain(value).detach()).clone()
-        return self._known[key]
-
-
-class Receiver(Relocator):
-    """Takes parts out of values that the first worker has: others know what shapes they have."""
-
-    def __init__(
-        self, places: Places, state: Mapping[str, Any], device: torch.device | str
-    ) -> None:
-        def outlined(value: Tensor) -> Tensor:
-            # what all workers get to know of a value: a single number, or the shape and the dtype
-            plain = as_plain(value).detach()
-            return plain.to("cpu" if plain.dim() == 0 else "meta")
-
-        told = tell(places.row, mapped(outlined, dict(state)))
-        super().__init__(places, told[places.row.ranks[0]])
-        self._device = device
-        # Outline and state have their tensors in the same order; other workers have no state.
-        given = tensors_in(dict(state)) if places.first.active else []
-        self._given = dict(zip(map(id, tensors_in(self.outline)), given, strict=False))
-
-    def __call__(self, value: Any, layout: Layout | None) -> Any:
-        if not isinstance(value, Tensor):
-            return mapped(lambda each: self(each, None), value)
-        if not value.is_meta:
-            return value
-        shape = tuple(value.shape)
-        target = layout or shared_whole(self._places.row, shape)
-        empty = torch.empty(0, dtype=value.dtype, device=self._device)
-        given = self._given.get(id(value))
-        whole = empty if given is None else as_plain(given).detach().to(self._device)
-        return Move(Layout.whole(self._places.first, shape), target).apply(whole)
+    return collect
 
 
 def relocator(
@@ -98,8 +46,8 @@ def relocator(
     rank0_only: bool,
     call: str,
     parameter: Tensor | None,
-) -> Relocator:
-    """What gives this worker its parts of a state, and the outline of the state on all workers."""
+) -> tuple[Mapping[str, Any], Change]:
+    """The outline of a state, on all workers, and what gives this worker its parts of it."""
     needs = not rank0_only or places.first.active
     missing = ["expected the whole state, got None"] if needs and state is None else []
     # Before anything is sent, all hear that the first worker has a state. Where each brings one of
@@ -108,8 +56,55 @@ def relocator(
         places.agree(call, (), missing)
     given: Mapping[str, Any] = state if needs and state is not None else {}
     if not rank0_only:
-        return Relocator(places, given)
-    return Receiver(places, given, "cpu" if parameter is None else parameter.device)
+        return given, _taking(places)
+    return _receiving(places, given, "cpu" if parameter is None else parameter.device)
+
+
+def _taking(places: Places) -> Change:
+    """What takes this worker's parts out of whole values; what shares memory does so afterwards."""
+    known: dict[Any, Tensor] = {}
+
+    def take(value: Any, layout: Layout | None) -> Any:
+        if layout is None or not isinstance(value, Tensor) or not places.is_apart(layout):
+            return value
+        # by memory, not by identity: `state_dict` detaches tied weights once for each name
+        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), layout)
+        if key not in known:
+            known[key] = layout.local_part(as_plain(value).detach()).clone()
+        return known[key]
+
+    return take
+
+
+def _receiving(
+    places: Places, state: Mapping[str, Any], device: torch.device | str
+) -> tuple[Mapping[str, Any], Change]:
+    """The same with values that the first worker has: others know what shapes they have."""
+
+    def outlined(value: Tensor) -> Tensor:
+        # what all workers get to know of a value: a single number, or the shape and the dtype
+        plain = as_plain(value).detach()
+        return plain.to("cpu" if plain.dim() == 0 else "meta")
+
+    told = tell(places.row, mapped(outlined, dict(state)))
+    outline: Mapping[str, Any] = told[places.row.ranks[0]]
+    # Outline and state have their tensors in the same order; other workers have no state.
+    given = tensors_in(dict(state)) if places.first.active else []
+    known = dict(zip(map(id, tensors_in(outline)), given, strict=False))
+
+    def receive(value: Any, layout: Layout | None) -> Any:
+        if not isinstance(value, Tensor):
+            return mapped(lambda each: receive(each, None), value)
+        if not value.is_meta:
+            return value
+        shape = tuple(value.shape)
+        whole = torch.empty(0, dtype=value.dtype, device=device)
+        if id(value) in known:
+            whole = as_plain(known[id(value)]).detach().to(device)
+        target = layout or shared_whole(places.row, shape)
+        return Move(Layout.whole(places.first, shape), target).apply(whole)
+
+    return outline, receive
 
 
 def local_problem(name: str, value: Any, layout: Layout) -> str:

@@ -18,7 +18,7 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.torch_call import tensors_in
 from tessel.state.parts import (
-    StateCollector,
+    collector,
     kinds,
     local_problem,
     relocator,
@@ -65,10 +65,10 @@ def collect_state_dict(
         return {}
     given = module.state_dict(keep_vars=True) if state is None else state
     places.agree(call, kinds(given), places.problems(given, local_problem))
-    collect = StateCollector(places, rank0_only, cpu_offload)
+    collect = collector(places, rank0_only, cpu_offload)
     whole = {name: collect(value, places.layouts.get(name)) for name, value in given.items()}
     named = {prefix + name: value for name, value in whole.items()}
-    return _like(given, {} if collect.is_empty else named)
+    return _like(given, {} if rank0_only and not places.first.active else named)
 
 
 def relocate_state_dict(
@@ -106,8 +106,8 @@ def relocate_state_dict(
         return module.state_dict()
     if prefix and state is not None:
         state = _like(state, {name.removeprefix(prefix): each for name, each in state.items()})
-    relocate = relocator(places, state, rank0_only, call, next(module.parameters(), None))
-    outline = relocate.outline
+    first = next(module.parameters(), None)
+    outline, relocate = relocator(places, state, rank0_only, call, first)
     # Shapes are listed as well: a whole state must be the same on all workers, shards need not.
     shapes = map(shape_text, outline.values())
     listing = [f"{kind}{each}" for kind, each in zip(kinds(outline), shapes, strict=True)]
@@ -155,9 +155,9 @@ def collect_optimizer_state_dict(
     entries = list(_entries(given, optimizer, places))
     problems = [text for each in entries if (text := each.problem(whole=False))]
     places.agree(call, [each.identity for each in entries], problems, NotImplementedError)
-    collect = StateCollector(places, rank0_only, cpu_offload)
+    collect = collector(places, rank0_only, cpu_offload)
     whole = _with_values(given, {e.path: collect(e.value, e.layout) for e in entries})
-    return {} if collect.is_empty else whole
+    return {} if rank0_only and not places.first.active else whole
 
 
 def relocate_optimizer_state_dict(
@@ -191,8 +191,8 @@ def relocate_optimizer_state_dict(
     places = Places.of(module, partition, call)
     if rank0_only and not places.row.active:
         return optimizer.state_dict()
-    relocate = relocator(places, state, rank0_only, call, next(module.parameters(), None))
-    outline = relocate.outline
+    first = next(module.parameters(), None)
+    outline, relocate = relocator(places, state, rank0_only, call, first)
     expected, got = (
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, outline["param_groups"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tessel.core.partition import Partition
-from tessel.state.parts import StateCollector, kinds, local_problem
+from tessel.state.parts import collector, kinds, local_problem
 from tessel.state.places import Places, without_wrapper
 from tessel.state.raising import together
 from tessel.state.tensor_file import TensorFile, TensorFileWriter
@@ -51,7 +51,7 @@ def save_weights(
     known: dict[str, Any] = {**state, **places.layouts}  # which have the shapes of whole values
     whole = {name: (value.dtype, known[name].shape) for name, value in state.items()}
     tensors = (  # one at a time, on the first worker
-        (name, StateCollector(places, True, True)(value, places.layouts.get(name)))
+        (name, collector(places, True, True)(value, places.layouts.get(name)))
         for name, value in state.items()
     )
     with together("save_weights", places.row, f"save_weights: {path} cannot be written"):

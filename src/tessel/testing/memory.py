@@ -16,18 +16,6 @@ from tessel.tensor.table import tensors
 _STORAGE: Any = torch.UntypedStorage
 
 
-class Memory:
-    """Bytes of tensors that were made in a block: `current` now, and `peak` at most at once."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.peak = 0
-
-    def _add(self, count: int) -> None:
-        self.current += count
-        self.peak = max(self.peak, self.current)
-
-
 @contextmanager
 def count_memory() -> Iterator[Memory]:
     """How many bytes of tensors are alive at once of those made inside of the `with` block.
@@ -42,16 +30,17 @@ def count_memory() -> Iterator[Memory]:
     >>> memory.peak, memory.current
     (1200, 400)
     """
-    memory = Memory()
-    with _MemoryCounter(memory):
+    with Memory() as memory:
         yield memory
 
 
-class _MemoryCounter(TorchDispatchMode):
-    def __init__(self, memory: Memory) -> None:
+class Memory(TorchDispatchMode):
+    """Bytes of tensors that were made in a block: `current` now, and `peak` at most at once."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.memory = memory
-        self.known: dict[int, int] = {}  # the bytes of each storage that counts
+        self.current = self.peak = 0
+        self._known: dict[int, int] = {}  # the bytes of each storage that counts
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,7 +50,7 @@ class _MemoryCounter(TorchDispatchMode):
         for storage in _storages(result):
             key, size = storage._cdata, storage.nbytes()
             # A view has the storage of what it was made of, which counts once, or not at all.
-            if key not in self.known and key not in given:
+            if key not in self._known and key not in given:
                 self._note(storage, size)
         return result
 
@@ -74,9 +63,9 @@ class _MemoryCounter(TorchDispatchMode):
             before = storage.nbytes()
             result = resize(storage, size)
             change = storage.nbytes() - before
-            if storage._cdata in counter.known:
-                counter.known[storage._cdata] += change
-                counter.memory._add(change)
+            if storage._cdata in counter._known:
+                counter._known[storage._cdata] += change
+                counter._add(change)
             elif change > 0:
                 counter._note(storage, change)
             return result
@@ -91,12 +80,16 @@ class _MemoryCounter(TorchDispatchMode):
             _STORAGE.resize_ = self._before
         return super().__exit__(*problem)
 
+    def _add(self, count: int) -> None:
+        self.current += count
+        self.peak = max(self.peak, self.current)
+
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
-        self.known[key] = size
-        self.memory._add(size)
+        self._known[key] = size
+        self._add(size)
         # the address may be that of another storage next
-        weakref.finalize(storage, lambda: self.memory._add(-self.known.pop(key)))
+        weakref.finalize(storage, lambda: self._add(-self._known.pop(key)))
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:

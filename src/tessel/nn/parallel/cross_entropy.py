@@ -21,7 +21,6 @@ from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
-from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import (
     Shard,
     Sharding,
@@ -44,6 +43,7 @@ from tessel.nn.parallel.agreed import (
     in_mode_of,
     spread_part,
 )
+from tessel.primitives.shard_layouts import layout_of_shards
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import Kind, checked, loss_dtype
 from tessel.tensor.rules.split_classes import CrossEntropy

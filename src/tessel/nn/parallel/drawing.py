@@ -18,8 +18,8 @@ from torch import Tensor
 from tessel.core.agreement import agree
 from tessel.core.layout import Layout
 from tessel.core.shared import keep_part
-from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
+from tessel.primitives.shard_layouts import layout_of_parts, shard_layout
 
 Draw = Callable[[Tensor], Any]
 

@@ -14,8 +14,8 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
-from tessel.distributed.shard_layouts import layout_of_parts
 from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state
+from tessel.primitives.shard_layouts import layout_of_parts
 from tessel.tensor.counter_random import bits, places
 from tessel.tensor.tensor import is_spread
 

@@ -18,7 +18,6 @@ from tessel.core.partition import Partition
 from tessel.core.shared import equalize, keep_part
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering
-from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import (
     Sharding,
     State,
@@ -40,6 +39,7 @@ from tessel.nn.parallel.agreed import (
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
 from tessel.nn.parallel.sharded import ShardedLayer
+from tessel.primitives.shard_layouts import shard_layout
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
 from tessel.transport import kept_in_job
@@ -275,19 +275,8 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
                 f"expected a table of two dimensions, got shape {tuple(embeddings.shape)}"
             )
         rows, columns = embeddings.shape
-        return cls(
-            num_embeddings=rows,
-            embedding_dim=columns,
-            padding_idx=padding_idx,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            _weight=embeddings,
-            _freeze=freeze,
-            dim=dim,
-            partition=partition,
-        )
+        settings = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        return cls(rows, columns, *settings, embeddings, dim, _freeze=freeze, partition=partition)
 
     @classmethod
     def convert_parallel_embedding(

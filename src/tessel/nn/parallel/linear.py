@@ -19,7 +19,6 @@ from tessel.core.linop import enter_graph, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.distributed.group import row_of
-from tessel.distributed.shard_layouts import layout_of_shards, shard_layout
 from tessel.distributed.shardings import is_wrapped
 from tessel.distributed.shards import (
     Sharding,
@@ -36,6 +35,7 @@ from tessel.nn.parallel.agreed import check_parts, check_sharding, in_mode_of, m
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
 from tessel.nn.parallel.sharded import ShardedLayer
+from tessel.primitives.shard_layouts import layout_of_shards, shard_layout
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import opened
 from tessel.transport import kept_in_job

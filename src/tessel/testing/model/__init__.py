@@ -1,9 +1,8 @@
 """The check of a conversion: a user's own model in one process, and over workers.
 
-`check.py` runs the steps; each other file is one noun of it. The *arguments* of the model are run
-through it in *one process* and *converted*, *module by module*; each *difference* is added to the
-*report*. An *attempt* is what may raise on one worker, and must then raise on all. It may import
-what `testing` may.
+`check.py` runs the steps; each other file is one noun of it. The *arguments* of the model go
+through its *runs*, in one process and converted, module by module; each difference is in the
+*report*. It may import what `testing` may.
 """
 
 from tessel.testing.model.check import check_model as check_model

@@ -1,34 +1,37 @@
-"""The order of a check: agree, run alone, run converted, report."""
+"""The order of a check: agree, run alone, run converted, report.
+
+An attempt is what may raise on one worker, after which all of them raise the same.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tessel import transport
+from tessel.core.context import setting
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.errors import WorkerLost
 from tessel.nn.convert import distribute_module
+from tessel.tensor.call_site import is_library
+from tessel.tensor.comparing import compare, comparing
 from tessel.tensor.gathering import check_choice
 from tessel.testing.model.arguments import Arguments
-from tessel.testing.model.attempt import attempt, attempt_together
-from tessel.testing.model.difference import Difference, worst
-from tessel.testing.model.report import TOLERANCES, ModelReport, ModuleUse
+from tessel.testing.model.report import ModelReport, merged
 from tessel.testing.model.runs import (
-    Findings,
     OneProcess,
     generators_restored,
     plain_copy,
     run_alone,
     run_converted,
 )
-
-# what is far smaller than the largest gradient, or than one, is rounded as parts of that are
-FLOOR = 1e-2
 
 
 def check_model(
@@ -93,7 +96,7 @@ def check_model(
         settings = (fallback, calls, seed, rtol, atol, str(dtype), loss is None)
         _agree(everyone, model, given, settings, copied.text)
         told = _run_both(model, copied.result, given, loss, fallback, calls, everyone)
-    report = _merged(type(model).__name__, str(where), told, rtol, atol)
+    report = merged(told, rtol, atol)
     if not report.passed:
         error = AssertionError(str(report))
         error.report = report  # type: ignore[attr-defined]
@@ -109,7 +112,7 @@ def _run_both(
     fallback: str,
     calls: int,
     everyone: transport.Group,
-) -> list[Findings]:
+) -> list[ModelReport]:
     """What each worker of the partition found: the model in one process, and a copy converted."""
     name, partition = type(model).__name__, given.partition
     converted: Any = distribute_module(copy, partition, fallback)
@@ -171,51 +174,70 @@ def _agree(
     given.check()
 
 
-def _merged(
-    model: str, where: str, told: list[Findings], rtol: float | None, atol: float | None
-) -> ModelReport:
-    """The report of all workers: of each figure the largest."""
-    # Workers have the same values and modules in the same order, since they ran the same calls.
-    first = told[0]
-    values = [worst(v.name, [each.values[k] for each in told]) for k, v in enumerate(first.values)]
-    gradients = [each.scale for each in values if each.name.startswith("gradient")]
-    largest = max(gradients, default=0.0)
-    kinds = {str(dtype): value for dtype, value in TOLERANCES.items()}
+@dataclass
+class Attempt:
+    """What something gave, or the exception that it raised."""
 
-    def allowed(each: Difference) -> Difference:
-        usual = kinds.get(each.dtype, 0.0)
-        is_exact = usual == 0.0  # whole numbers
-        usual_scale = largest if each.name.startswith("gradient") else 1.0
-        scale = max(each.scale, FLOOR * usual_scale)
-        relative = 0.0 if is_exact else usual if rtol is None else rtol
-        return replace(each, allowed=relative * scale + (0.0 if is_exact else atol or 0.0))
+    result: Any = None
+    error: BaseException | None = None
 
-    modules = []
-    for k, module in enumerate(first.modules):
-        uses = [each.modules[k] for each in told]
-        output = allowed(worst(module.name, [each.output for each in uses]))
-        modules.append(ModuleUse.merged(output, uses))
-    remarks = []
-    wrong = any(each.differs for each in (*map(allowed, values), *(m.output for m in modules)))
-    if wrong and all(each.dtype != "torch.float64" for each in values):
-        remarks.append(
-            "If this may be rounding, which norms of few values amplify, check with "
-            "dtype=torch.float64."
-        )
-    if first.draws:
-        remarks.append(
-            "The model draws random numbers: one process drew those of the converted model."
-        )
-    return ModelReport(
-        model,
-        where,
-        tuple(map(allowed, values)),
-        tuple(modules),
-        tuple(dict.fromkeys(first.gathers)),
-        max(each.sent[0] for each in told),
-        max(each.sent[1] for each in told),
-        max(each.peak for each in told),
-        max(each.peak_alone for each in told),
-        tuple(remarks),
-        tuple(first.attention),
-    )
+    @property
+    def text(self) -> str:
+        """The exception in a line, with the place in the user's code; empty if there is none."""
+        if self.error is None:
+            return ""
+        place = ""
+        for frame, line in traceback.walk_tb(self.error.__traceback__):
+            if not is_library(frame):
+                place = f" at {frame.f_code.co_filename}:{line}"
+        return f"{type(self.error).__name__}: {self.error}{place}"
+
+    def raise_together(self, everyone: transport.Group, what: str) -> None:
+        """Raise the same AssertionError on all workers if the attempt failed on one."""
+        said = dict(zip(everyone.workers, everyone.share_objects(self.text), strict=True))
+        failed = {worker: text for worker, text in said.items() if text}
+        # a worker that only heard of it has nothing new to say
+        own = {w: text for w, text in failed.items() if transport.DIFFERENT not in text} or failed
+        if own:
+            listed = "; ".join(
+                f"on workers {[w for w, each in own.items() if each == text]} {text}"
+                for text in dict.fromkeys(own.values())
+            )
+            raise AssertionError(f"check_model: {what}, {listed}") from self.error
+
+
+def attempt(act: Callable[[], Any]) -> Attempt:
+    """Do something that moves nothing, and keep what it raises."""
+    try:
+        return Attempt(act())
+    except Exception as error:  # of whatever kind the model's are
+        return Attempt(error=error)
+
+
+def attempt_together(
+    act: Callable[[], Any], partition: Partition, everyone: transport.Group
+) -> Attempt:
+    """Do something that workers of a partition do together, and none of them alone.
+
+    Meanwhile they compare their calls. A worker that raises says so in the place of its next one,
+    and all others raise there, whatever they are about to do.
+    """
+    result = None
+    groups = [partition.prepare(), everyone] if partition.active else [everyone]
+    groups = list(dict.fromkeys(groups))  # which are one, if all workers take part
+    try:
+        with comparing(), setting(transport.tells_errors, True):
+            if partition.active:
+                result = act()
+            for group in groups:
+                compare(group, "the end of check_model")
+    except WorkerLost as error:  # there is nobody to tell
+        return Attempt(error=error)
+    except Exception as error:  # of whatever kind the model's are
+        failed = Attempt(error=error)
+        for group in groups:
+            if group.workers != getattr(error, "workers", None):  # who know of it
+                with suppress(ValueError):  # it is what the others raise
+                    compare(group, f"nothing more: it raised {failed.text}")
+        return failed
+    return Attempt(result)

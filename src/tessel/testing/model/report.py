@@ -1,17 +1,23 @@
-"""What a check of a model found, as figures and as a text."""
+"""What a check of a model found: differences of values, as figures and as a text."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tessel.encoding import encodable
+from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import Gather
-from tessel.testing.model.difference import Difference
+from tessel.testing.drawing import plain
+
+T = TypeVar("T")
 
 # relative to the largest value of a tensor: rounding of a deep model, and far less than any mistake
 TOLERANCES = {
@@ -24,6 +30,99 @@ TOLERANCES = {
     torch.complex32: 2e-2,
 }
 MOST = 5  # modules that are named as the first ones that differ
+# what is far smaller than the largest gradient, or than one, is rounded as parts of that are
+FLOOR = 1e-2
+_EXACT = (int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@encodable
+@dataclass(frozen=True)
+class Difference:
+    """By how much a tensor of the converted model differs from that of one process.
+
+    Attributes:
+        name: of an output, parameter, input, buffer or module.
+        error: the largest difference of two values; infinite where they are of different kinds,
+            not a number where one process has nothing to compare with.
+        scale: the largest value in one process.
+        dtype: of the tensor, as text.
+        note: what else is different: a shape, a dtype.
+        allowed: the error that rounding may make.
+    """
+
+    name: str
+    error: float
+    scale: float = 0.0
+    dtype: str = ""
+    note: str = ""
+    allowed: float = 0.0
+
+    @property
+    def differs(self) -> bool:
+        """Whether the error is more than rounding."""
+        return bool(self.note) or self.error > self.allowed
+
+
+def difference(name: str, got: Any, expected: Any) -> Difference:
+    """By how much what a worker has differs from its part of what one process has."""
+    got, expected = _numbers(got), _numbers(expected)
+    if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
+        if type(got) is type(expected) and not isinstance(got, _EXACT):
+            return Difference(f"{name}, a {type(got).__name__}, is not compared", math.nan)
+        if type(got) is type(expected) and got == expected:
+            return Difference(name, 0.0)
+        return Difference(name, math.inf, note=f"{_short(got)} is not {_short(expected)}")
+    expected = plain(expected)
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return Difference(name, math.inf, note=f"{_short(got)} is not {_short(expected)}")
+    expected = _dense(expected)
+    # in double precision first: torch has no `abs` of truth values
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    finite = expected.detach().to(wide).abs().nan_to_num(nan=0.0, posinf=0.0)
+    scale = float(finite.max()) if finite.numel() else 0.0
+    if isinstance(got, SpreadTensor):
+        # partial sums are summed first: a term by itself is not the value
+        layout = got.layout.summed
+        part, expected = got.move_to(layout).local, layout.local_part(expected)
+    else:
+        part = _dense(got)
+    # In double precision the subtraction adds no rounding to that which is measured.
+    part, expected = part.detach().to(wide), expected.detach().to(wide)
+    # Where both have an infinity or no number, they are the same; elsewhere a NaN is an error.
+    same = (part == expected) | (torch.isnan(part) & torch.isnan(expected))
+    apart = torch.where(same, 0, (part - expected).abs()).nan_to_num(nan=math.inf)
+    error = float(apart.max()) if apart.numel() else 0.0
+    return Difference(name, error, scale, str(got.dtype))
+
+
+def worst(name: str, differences: Sequence[Difference]) -> Difference:
+    """One for several: the largest error, and the first note."""
+    if not differences:
+        return Difference(name, 0.0)
+    largest = max(differences, key=lambda each: -1.0 if math.isnan(each.error) else each.error)
+    scale = max(each.scale for each in differences)
+    note = next((each.note for each in differences if each.note), "")
+    return replace(largest, scale=scale, note=note)
+
+
+def _numbers(value: Any) -> Any:
+    """Numbers that are rounded, as tensors are; anything else as it is."""
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    if isinstance(value, float | complex | np.number):
+        kind = torch.complex128 if isinstance(value, complex) else torch.float64
+        return torch.as_tensor(value, dtype=kind)
+    return value
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.to_dense() if x.layout != torch.strided else x
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return f"{value!r:.40}" if isinstance(value, int | float | str | None) else type(value).__name__
 
 
 @encodable
@@ -50,18 +149,8 @@ class ModuleUse:
         """Its name in the model; the model itself has none."""
         return self.output.name
 
-    @classmethod
-    def merged(cls, output: Difference, uses: Sequence[ModuleUse]) -> ModuleUse:
-        """One for several workers: of each figure the largest."""
-        return cls(
-            output,
-            uses[0].kind,
-            max(each.bytes_sent for each in uses),
-            max(each.bytes_kept for each in uses),
-            max(each.bytes_stored for each in uses),
-        )
 
-
+@encodable
 @dataclass(frozen=True)
 class ModelReport:
     """What `check_model` found; `print` shows it as tables, the same on all workers.
@@ -163,6 +252,49 @@ class ModelReport:
             counts = [f"{way} ({n})" for way, n in Counter(self.attention).items()]
             yield f"Ways of attention, and in how many calls: {', '.join(counts)}."
         yield from self.remarks
+
+
+def merged(told: Sequence[ModelReport], rtol: float | None, atol: float | None) -> ModelReport:
+    """The report of all workers of what each found: of each figure the largest."""
+    # Workers have the same values and modules in the same order, since they ran the same calls.
+    first = told[0]
+    values = [worst(v.name, [each.values[k] for each in told]) for k, v in enumerate(first.values)]
+    gradients = [each.scale for each in values if each.name.startswith("gradient")]
+    largest = max(gradients, default=0.0)
+    kinds = {str(dtype): value for dtype, value in TOLERANCES.items()}
+
+    def allowed(each: Difference) -> Difference:
+        usual = kinds.get(each.dtype, 0.0)
+        is_exact = usual == 0.0  # whole numbers
+        usual_scale = largest if each.name.startswith("gradient") else 1.0
+        scale = max(each.scale, FLOOR * usual_scale)
+        relative = 0.0 if is_exact else usual if rtol is None else rtol
+        return replace(each, allowed=relative * scale + (0.0 if is_exact else atol or 0.0))
+
+    modules = []
+    for k, module in enumerate(first.modules):
+        uses = [each.modules[k] for each in told]
+        most = _most(uses, "bytes_sent", "bytes_kept", "bytes_stored")
+        output = worst(module.name, [each.output for each in uses])
+        modules.append(replace(most, output=allowed(output)))
+    report = replace(
+        _most(told, "bytes_forward", "bytes_backward", "peak", "peak_alone"),
+        values=tuple(map(allowed, values)),
+        modules=tuple(modules),
+    )
+    if report.passed or any(each.dtype == "torch.float64" for each in values):
+        return report
+    remark = (
+        "If this may be rounding, which norms of few values amplify, check with "
+        "dtype=torch.float64."
+    )
+    return replace(report, remarks=(remark, *report.remarks))
+
+
+def _most(several: Sequence[T], *figures: str) -> T:
+    """The first of several, with the largest of each of these figures."""
+    largest = {name: max(getattr(each, name) for each in several) for name in figures}
+    return replace(several[0], **largest)  # type: ignore[type-var]
 
 
 def _named(module: ModuleUse) -> str:

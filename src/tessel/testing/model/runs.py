@@ -1,36 +1,40 @@
-"""Runs: the same calls of a model in one process, and converted, with a backward pass each."""
+"""Runs: the same calls of a model in one process, and converted, with a backward pass each.
+
+They are compared module by module, too: what each gives, and what it sends and keeps.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from tessel import transport
-from tessel.encoding import encodable
 from tessel.nn.convert import Entrance
 from tessel.nn.region import HaloRegion
-from tessel.tensor.gathering import Gather, noted_gathers
+from tessel.tensor.gathering import noted_gathers
 from tessel.tensor.rules.attention import noted_ways
 from tessel.tensor.shared_random import common_seed
-from tessel.testing.drawing import drawing
-from tessel.testing.memory import count_memory
+from tessel.tensor.table import in_backward
+from tessel.testing.drawing import drawing, plain
+from tessel.testing.memory import Memory, count_memory
 from tessel.testing.model.arguments import Arguments
-from tessel.testing.model.difference import Difference, difference, worst
-from tessel.testing.model.modules import Trace, compared_with, measured, opened, recorded
-from tessel.testing.model.report import ModuleUse
+from tessel.testing.model.report import Difference, ModelReport, ModuleUse, difference, worst
 
 Loss = Callable[[Any], Tensor] | None
 Outputs = list[tuple[str, Any]]  # and the loss, if there is one, by their names
+# The outputs of each module in one process, call by call; modules in the order in which they end.
+Trace = dict[str, list[list[Any]]]
 
 
 @dataclass
@@ -42,21 +46,6 @@ class OneProcess:
     trace: Trace
     outputs: list[Outputs]
     peak: int
-    draws: bool
-
-
-@encodable
-@dataclass
-class Findings:
-    """What one worker has to say: it is put together with what the others say."""
-
-    values: list[Difference]
-    modules: list[ModuleUse]
-    gathers: list[Gather]
-    attention: list[str]
-    sent: tuple[int, int]  # bytes, forward and backward
-    peak: int
-    peak_alone: int
     draws: bool
 
 
@@ -112,8 +101,8 @@ def run_converted(
     alone: OneProcess,
     loss: Loss,
     seeds: list[int],
-) -> Findings:
-    """Run the converted model, and compare it with one process.
+) -> ModelReport:
+    """Run the converted model, and compare it with one process: what this worker finds.
 
     Args:
         model: the converted one.
@@ -137,7 +126,7 @@ def run_converted(
             seed_all(common_seed(seeds[number]))
             start = transport.total_traffic().bytes_sent
             result = model(*args, **kwargs)
-            attention = list(ways)  # without those of checkpoints, which attend again
+            attention = tuple(ways)  # without those of checkpoints, which attend again
             middle = transport.total_traffic().bytes_sent
             outputs = _derived(result, loss)
             sent = middle - start, transport.total_traffic().bytes_sent - middle
@@ -154,7 +143,19 @@ def run_converted(
         stored = sum(p.nbytes for p in (*modules[name].parameters(), *modules[name].buffers()))
         kind = type(modules[name]).__name__
         used.append(ModuleUse(output, kind, *uses.get(name, (0, 0)), stored))
-    return Findings(values, used, gathers, attention, sent, memory.peak, alone.peak, alone.draws)
+    drew = "The model draws random numbers: one process drew those of the converted model."
+    return ModelReport(
+        type(model).__name__,
+        str(arguments.where),
+        tuple(values),
+        tuple(used),
+        tuple(dict.fromkeys(gathers)),
+        *sent,
+        memory.peak,
+        alone.peak,
+        (drew,) if alone.draws else (),
+        attention,
+    )
 
 
 def of_outputs(outputs: Outputs, others: Outputs) -> Iterator[Difference]:
@@ -253,3 +254,96 @@ def _weights(like: Tensor, number: int) -> Tensor:
     kind = torch.complex128 if like.dtype.is_complex else torch.float64
     weights = torch.randn(tuple(like.shape), generator=generator, dtype=kind)
     return (weights / max(1, weights.numel()) ** 0.5).to(like.device, like.dtype)
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Trace]:
+    """What the modules of a model give in one process, inside of the `with` block."""
+    trace: Trace = {}
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():  # where a checkpoint computes again
+            # Copies, since a later module may change what an earlier one gave.
+            copies = [
+                plain(value).detach().clone() if isinstance(value, Tensor) else value
+                for value in tree_leaves(opened(output))
+            ]
+            trace.setdefault(name, []).append(copies)
+
+    with _hooked(model, after=note):
+        yield trace
+
+
+@contextmanager
+def compared_with(trace: Trace, model: nn.Module) -> Iterator[dict[str, list[Difference]]]:
+    """The differences of what the modules of a converted model give, call by call."""
+    found: dict[str, list[Difference]] = {}
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        # At once, since a later module may change what this one gave.
+        calls = found.setdefault(name, [])
+        expected = trace.get(name, [])[len(calls) : len(calls) + 1]
+        values = tree_leaves(opened(output))
+        if not expected:
+            calls.append(Difference(name, math.nan))  # torch has taken a short cut in one process
+        elif len(expected[0]) != len(values):
+            remark = f"{len(values)} outputs are not {len(expected[0])}"
+            calls.append(Difference(name, math.inf, note=remark))
+        else:
+            pairs = zip(values, expected[0], strict=True)
+            calls.append(worst(name, [difference(name, got, exp) for got, exp in pairs]))
+
+    with _hooked(model, after=note):
+        yield found
+
+
+@contextmanager
+def measured(model: nn.Module, memory: Memory) -> Iterator[dict[str, tuple[int, int]]]:
+    """The bytes that each module sends, and that it adds to the memory in use."""
+    found: dict[str, tuple[int, int]] = {}
+    running: list[tuple[int, int]] = []  # modules call modules: what there was when each began
+
+    def begin(name: str, module: nn.Module, args: Any) -> None:
+        running.append((transport.total_traffic().bytes_sent, memory.current))
+
+    def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        sent, kept = running.pop()
+        if not in_backward():
+            before = found.get(name, (0, 0))
+            sent = transport.total_traffic().bytes_sent - sent
+            found[name] = before[0] + sent, before[1] + max(0, memory.current - kept)
+
+    with _hooked(model, after=end, before=begin):
+        yield found
+
+
+def opened(value: Any) -> Any:
+    """Outputs with what is in objects whose parts torch does not know: those of data classes."""
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, Mapping):
+        return {name: opened(getattr(value, name)) for name in value.__dataclass_fields__}
+    if type(value) in (list, tuple):
+        return type(value)([opened(each) for each in value])
+    if type(value) is dict:
+        return {key: opened(each) for key, each in value.items()}
+    return value
+
+
+@contextmanager
+def _hooked(model: nn.Module, after: Any, before: Any = None) -> Iterator[None]:
+    """Hooks at all modules, but for those in a region, which see more than their part."""
+    handles = []
+    regions = [name for name, each in model.named_modules() if isinstance(each, HaloRegion)]
+    for name, module in model.named_modules():
+        if not any(
+            name != each and f".{name}".startswith(f".{each}".rstrip(".")) for each in regions
+        ):
+            if before is not None:
+                handles.append(module.register_forward_pre_hook(partial(before, name)))
+            handles.append(module.register_forward_hook(partial(after, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
