@@ -72,8 +72,8 @@ def is_pointwise(name: str) -> bool:
         is_whole_word = plain in ("invert", "rshift", "rdiv")
         plain = plain[1:] if plain[:1] in "ri" and not is_whole_word else plain
         plain = _OPERATORS.get(plain, plain)
-    packet = getattr(torch.ops.aten, plain, None)
-    tagged = packet is not None and any(
+    packet = getattr(torch.ops.aten, plain, None)  # an operator, or what the namespace itself has
+    tagged = isinstance(packet, torch._ops.OpOverloadPacket) and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
     return plain in ALSO or tagged
