@@ -283,16 +283,10 @@ def box_of(layout: Layout, worker: int) -> Box:
     return box
 
 
-def common_numel(some: Box, other: Box) -> int:
-    """How many indices two boxes share."""
-    common = [boxes.overlap(a, b) for a, b in zip(some, other, strict=True)]
-    return 0 if None in common else boxes.volume(tuple(each for each in common if each))
-
-
 def numel_sent(before: Layout, after: Layout, worker: int) -> int:
     """How many values a worker sends when a tensor is rearranged."""
     own = box_of(before, worker)
-    return boxes.volume(own) - common_numel(own, box_of(after, worker))
+    return boxes.volume(own) - boxes.common_volume(own, box_of(after, worker))
 
 
 def num_messages(before: Layout, after: Layout, worker: int) -> int:
@@ -310,7 +304,7 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
             filled = _filled(cut)
             first = bisect_right(filled, start, key=lambda each: each[1])
             takers *= bisect_left(filled, stop, key=lambda each: each[0]) - first
-    return takers - (common_numel(own, box_of(after, worker)) > 0)
+    return takers - (boxes.common_volume(own, box_of(after, worker)) > 0)
 
 
 @lru_cache(maxsize=1024)

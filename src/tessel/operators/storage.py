@@ -8,7 +8,7 @@ from math import prod
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
-from tessel.operators.layouts import alike, box_of, common_numel, is_whole
+from tessel.operators.layouts import alike, box_of, is_whole
 from tessel.operators.leaf import Leaf
 from tessel.operators.planning import Local, OperatorPlan
 from tessel.operators.tasks import OperatorTask, Summands
@@ -82,9 +82,9 @@ def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int
             takers, numel = takers * len(lengths), numel * sum(lengths)
     else:
         everyone = _neighbours(stored.partition, worker, along)
-        taken = [common_numel(own, box_of(used, there)) for there in everyone]
+        taken = [boxes.common_volume(own, box_of(used, there)) for there in everyone]
         takers, numel = sum(count > 0 for count in taken), sum(taken)
-    stays = common_numel(own, box_of(used, worker))
+    stays = boxes.common_volume(own, box_of(used, worker))
     return numel - stays, takers - (stays > 0)
 
 
