@@ -557,11 +557,12 @@ class Several(Protocol):
         """The adjoint."""
         ...
 
-    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]: ...
-
-    def empty(self) -> Tensor:
-        """An empty tensor of the kind that is mapped."""
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and device of those that are mapped."""
         ...
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]: ...
 
 
 def record_several(
@@ -745,7 +746,7 @@ class _ApplySeveral(_ApplyAnyMode):
     def forward(  # type: ignore[override]
         operator: Several, anchor: Tensor | None, *xs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        return *operator._apply(*xs), operator.empty()
+        return *operator._apply(*xs), operator.like.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:

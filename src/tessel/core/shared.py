@@ -232,11 +232,7 @@ def _add(rows: Sequence[Tensor], total: Tensor) -> Tensor:
     return total
 
 
-@kept_in_job
-def _sum(partition: Partition, axes: tuple[int, ...], length: int) -> Sum:
-    return Sum(partition, axes, length)
-
-
+_kept_sum = kept_in_job(Sum)
 Parts = tuple[Tensor | None, ...]
 
 
@@ -264,7 +260,7 @@ class GradientBucket:
         self.like = like.detach()
         self._lengths = [prod(shape) for shape in self.shapes]
         flags = len(self.shapes) if len(self.shapes) > 1 else 0
-        self._sum = _sum(partition, axes, sum(self._lengths) + flags)
+        self._sum = _kept_sum(partition, axes, sum(self._lengths) + flags)
         self.group = partition.prepare()
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
@@ -277,9 +273,6 @@ class GradientBucket:
         """The values, for use on each worker. In a backward pass the sums begin here."""
         found = record_several(_BucketStep(self, "leave"), (token,))
         return tuple(each for each in found if each is not None)
-
-    def empty(self) -> Tensor:
-        return self.like.new_empty(0)
 
     def start(self, grads: Parts) -> Callable[[], Parts]:
         """Send gradients, with flags of those that are there; the result waits for the sums."""
@@ -330,12 +323,13 @@ class _BucketStep:
         adjoints = {"enter": "wait", "wait": "enter", "leave": "start", "start": "leave"}
         return _BucketStep(self.bucket, adjoints[self.name])
 
-    def empty(self) -> Tensor:
-        return self.bucket.empty()
+    @property
+    def like(self) -> Tensor:
+        return self.bucket.like
 
     def _apply(self, *xs: Tensor | None) -> Parts:
         if self.name in ("enter", "start"):
-            given: Any = self.empty()
+            given: Any = self.like.new_empty(0)
             given.carried = _detached(xs) if self.name == "enter" else self.bucket.start(xs)
             return (given,)
         (token,) = xs
@@ -381,9 +375,6 @@ class BucketInGraph:
     @property
     def H(self) -> BucketInGraph:
         return replace(self, sums=not self.sums)
-
-    def empty(self) -> Tensor:
-        return self.like.new_empty(0)
 
     def _apply(self, *xs: Tensor | None) -> Parts:
         if not self.sums:
