@@ -216,12 +216,7 @@ class _HaloStep(LinearOperator):
     """
 
     def __init__(
-        self,
-        halo: Halo,
-        there: _InTransit,
-        back: _InTransit,
-        waits: bool,
-        adjoint: bool = False,
+        self, halo: Halo, there: _InTransit, back: _InTransit, waits: bool, adjoint: bool = False
     ) -> None:
         self.halo, self.there, self.back = halo, there, back
         self.waits, self.adjoint = waits, adjoint

@@ -38,9 +38,8 @@ class Buckets(Protocol):
         ...
 
 
-current_buckets: ContextVar[Buckets | None] = ContextVar(
-    "current_buckets", default=None
-)  # what runs now
+# those of the call that runs now
+current_buckets: ContextVar[Buckets | None] = ContextVar("current_buckets", default=None)
 
 
 class Replicate(LinearOperator):
@@ -88,12 +87,6 @@ class Replicate(LinearOperator):
         return self._move.H
 
 
-@kept_in_job
-def _replicate(domain: Layout, separate: tuple[int, ...]) -> Replicate:
-    shared = tuple(axis for axis in domain.shared if axis not in separate)
-    return Replicate(domain, replace(domain, shared=shared))
-
-
 def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
     """Use a shared value in a computation of its own along the axes `separate`."""
     use = replication(layout, tuple(separate))
@@ -104,8 +97,10 @@ def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
 def replication(layout: Layout, separate: tuple[int, ...]) -> Replicate | None:
     """How a shared value is used along the axes `separate`; None where nobody else uses it."""
     sizes = layout.partition.shape
-    axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
-    return _replicate(layout, axes) if axes else None
+    if not any(sizes[axis] > 1 and axis in layout.shared for axis in separate):
+        return None
+    shared = tuple(axis for axis in layout.shared if axis not in separate or sizes[axis] == 1)
+    return Replicate(layout, replace(layout, shared=shared))
 
 
 @overload
@@ -155,7 +150,7 @@ def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | N
     """How workers use a value of this shape; None if all that have several do the same with it."""
     sizes, alike = layout.partition.shape, {*layout.shared, *shared}
     separate = tuple(axis for axis, n in enumerate(sizes) if n > 1 and axis not in alike)
-    return _replicate(shared_whole(layout.partition, shape), separate) if separate else None
+    return replication(shared_whole(layout.partition, shape), separate)
 
 
 class Sum:
@@ -361,7 +356,8 @@ class BucketInGraph:
     @classmethod
     def of(cls, partition: Partition, axes: tuple[int, ...], values: Sequence[Tensor]) -> Self:
         length = sum(each.numel() for each in values)
-        row = _replicate(shared_whole(partition, (length,)), axes)
+        row = replication(shared_whole(partition, (length,)), axes)
+        assert row is not None
         return cls(row, tuple(tuple(each.shape) for each in values), values[0])
 
     def use(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -56,9 +56,7 @@ def on_grid(partition: Partition, shape: Shape) -> Layout:
 def is_whole(layout: Layout, dim: int) -> bool:
     """Whether nobody has only a part of a dimension: one place along its axes has all of it."""
     cut, length = layout.cuts[dim], layout.shape[dim]
-    if isinstance(
-        cut.intervals, Balanced
-    ):  # where there are several parts, it is meant to be split
+    if isinstance(cut.intervals, Balanced):  # several parts are meant to be several
         return cut.intervals.parts == 1
     return _whole_part(cut, length) is not None
 
