@@ -52,10 +52,7 @@ class HostRendezvous(RendezvousHandler):
             # The system chooses the port, and nobody can take it: torch serves on this very socket.
             listener = socket.create_server((_LOOPBACK, 0), backlog=128)
             self._port = listener.getsockname()[1]
-            settings: dict[str, Any] = {
-                "is_master": True,
-                "master_listen_fd": listener.detach(),
-            }
+            settings: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
             if knocks is not None:
                 self._door = Gate(knocks, self._port, token, job)
         else:
