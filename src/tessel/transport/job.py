@@ -193,7 +193,7 @@ LEFT = (
 def _cut_off(group: Group) -> None:
     """Take from a group what it sends by, so that threads of the process group can end."""
     group.handle = None
-    group.__dict__["_ways"] = _GONE
+    group.__dict__["_ways"] = Unreachable()
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Unreachable:
     What would be sent can be planned for workers that are only supposed, as negative numbers say.
     """
 
-    why: str
+    why: str = f"these workers cannot be reached: {LEFT}"
     workers: tuple[int, ...] = ()
     num_calls: ClassVar[int] = 0
 
@@ -213,9 +213,6 @@ class Unreachable:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(self.why)
-
-
-_GONE = Unreachable(f"these workers cannot be reached: {LEFT}")
 
 
 @dataclass
@@ -247,7 +244,7 @@ class _Job:
             self.membership.links.close()
         if self.membership.host is not None:
             self.membership.host.leave()
-            self.membership.host = cast(Host, _GONE)
+            self.membership.host = cast(Host, Unreachable())
         for group in self.groups.values():
             _cut_off(group)
 
