@@ -113,10 +113,8 @@ class HostRendezvous(RendezvousHandler):
         return self._job
 
     def shutdown(self) -> bool:
-        if isinstance(self._door, Gate):
-            self._door.close(_SECONDS_TO_LEAVE)  # others may still read that all are done
-        elif self._door is not None:
-            self._door.close()
+        if self._door is not None:  # at the first host's, others may still read that all are done
+            self._door.close(_SECONDS_TO_LEAVE if self.is_first else 0.0)
         self._door = None
         return True
 
