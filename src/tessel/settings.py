@@ -61,8 +61,11 @@ def chosen(variable: str, options: tuple[str, ...]) -> str:
 def whole_number(variable: str, default: int) -> int:
     """The number that a launcher gives, as LOCAL_RANK: 0 or more."""
     said = text(variable)
-    if said is None:
-        return default
+    return default if said is None else as_whole_number(variable, said)
+
+
+def as_whole_number(variable: str, said: str) -> int:
+    """The number that a variable says, of 0 or more."""
     if not (said.isascii() and said.isdigit() and len(said) < 10):
         raise ValueError(f"{variable} must be a whole number of 0 or more, got {said!r}")
     return int(said)

@@ -23,7 +23,7 @@ from tessel.core.move import Move
 from tessel.core.plan import plan, route
 from tessel.operators.distributed import Distributed
 from tessel.operators.explanation import Explanation, explain
-from tessel.operators.picture import draw_steps
+from tessel.operators.picture import FAINT, INK, draw_steps
 from tessel.operators.picture import new_figure as new_figure  # noqa: PLC0414
 from tessel.operators.units import num_bytes as num_bytes  # noqa: PLC0414
 
@@ -37,8 +37,6 @@ _COLOURS = (
     "#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#EE8866", "#44BB99",
     "#997700", "#99DDFF", "#BB5566", "#AAAA00",
 )  # fmt: skip
-_INK = "#22262e"
-_FAINT = "#6b7280"
 _MOST_LABELLED_ARROWS = 8
 _FILL = {"edgecolor": "white", "linewidth": 0.6, "alpha": 0.85}
 _PILL = {"boxstyle": "round,pad=0.3,rounding_size=0.5", "facecolor": "white", "edgecolor": "none"}
@@ -86,7 +84,7 @@ def mark_parts(ax: Axes, layout: Layout, dims: tuple[int, int]) -> None:
         corner, size = (left - 0.5, top - 0.5), (right - left, bottom - top)
         ax.add_patch(Rectangle(corner, *size, facecolor=colour(worker), **style))
         middle = ((left + right - 1) / 2, (top + bottom - 1) / 2)
-        ax.text(*middle, f"worker {worker}", ha="center", va="center", color=_INK, bbox=_PILL)
+        ax.text(*middle, f"worker {worker}", ha="center", va="center", color=INK, bbox=_PILL)
 
 
 def draw_move(
@@ -302,7 +300,7 @@ class _Canvas:
         ax.set_ylim(height, 0)
         ax.set_aspect("equal")
         ax.axis("off")
-        ax.set_title(title, color=_INK, fontsize=12, pad=10)
+        ax.set_title(title, color=INK, fontsize=12, pad=10)
         ax.apply_aspect()  # the axes get their final place, in which names are fitted
 
     def show_owners(self) -> None:
@@ -334,7 +332,7 @@ class _Canvas:
 
     def caption(self, text: str) -> None:
         """Write a line below the drawing."""
-        style: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 9.5, "color": _FAINT}
+        style: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 9.5, "color": FAINT}
         style |= {"xycoords": "axes fraction", "xytext": (0, -12), "textcoords": "offset points"}
         self.ax.annotate(text, (0.5, 0), **style)
 
@@ -367,7 +365,7 @@ class _Canvas:
 
 def _write(ax: Axes, at: _Point, text: str, **style: Any) -> None:
     """Write on a white label, above the arrows, which belong to the figure."""
-    style |= {"ha": "center", "va": "center", "color": _INK, "bbox": _PILL, "zorder": 7}
+    style |= {"ha": "center", "va": "center", "color": INK, "bbox": _PILL, "zorder": 7}
     ax.figure.text(at[0], at[1], text, transform=ax.transData, **style)
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 import tessel
 from tessel.cli import main
 from tessel.cli.demos import classes, deblur, demos, fourier, movements, unet
-from tessel.cli.demos.movements import Row
+from tessel.cli.demos.movements import together
 from tessel.cli.demos.report import Report
 from tessel.core import boxes
 
@@ -109,16 +109,16 @@ def test_demo_without_matplotlib(
 
 
 def test_a_row_puts_together_what_workers_saw() -> None:
-    row = Row.of([Row(0.1, 0.0, 3.0, 1.0, 8, 1, 1e-3), Row(0.0, 0.2, 1.0, 2.0, 8, 2, 2e-3)])
-    assert row == Row(0.1, 0.2, 4.0, 3.0, 16, 3, 2e-3)
-    assert row.errors == (0.25, 0.1, 0.2)
+    seen = (0.1, 0.0, 3.0, 1.0, 8, 1, 1e-3), (0.0, 0.2, 1.0, 2.0, 8, 2, 2e-3)
+    assert together(seen) == (0.25, 0.1, 0.2, 16, 3, 2e-3)
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_row_does_not_lose_what_is_not_a_number(place: int) -> None:
-    rows = [Row(0.1, 0.0, 3.0, 3.0, 8, 1, 1e-3) for _ in range(2)]
-    rows[place] = replace(rows[place], value_error=NAN)
-    assert math.isnan(Row.of(rows).value_error)
+    rest = 0.0, 3.0, 3.0, 8, 1, 1e-3
+    seen = [(NAN if worker == place else 0.1, *rest) for worker in range(2)]
+    _, value_error, *_ = together(seen)
+    assert math.isnan(value_error)
 
 
 @pytest.mark.parametrize("nprocs", [1, 3, 4])

@@ -204,7 +204,7 @@ def compile_uses(limit: int) -> list[tuple[int, ...]]:
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         compare(fast, model, plain, part(P, 7))
-    operators = model.forward._traces[-1].operators  # type: ignore[union-attr]
+    operators = model.forward._traces[-1]  # type: ignore[union-attr]
     sums = (each for each in operators if isinstance(each, tessel.Move) and each.sums_all)
     return [each.domain.shape for each in sums]
 

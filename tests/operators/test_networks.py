@@ -20,9 +20,10 @@ import tessel
 from scripts import python
 from tessel.cli import main, measure
 from tessel.cli.plan_model import best_grids, layers_of, load_model
+from tessel.core.boxes import common_volume
 from tessel.operators.choose import plan_on
 from tessel.operators.explanation import explain_plan
-from tessel.operators.layouts import box_of, common_numel, share_inside
+from tessel.operators.layouts import box_of, share_inside
 from tessel.operators.rates import Machine, Network, Rates, built_in, known_machine
 
 sys.path.append(
@@ -93,7 +94,7 @@ def test_what_stays_inside_of_a_host(per_host: int, grid: tuple[int, ...]) -> No
         for host in {0, last // 2, last}:
             here = [w for w in range(8) if w // per_host == host]
             sent = {
-                (a, b): common_numel(box_of(before, a), box_of(after, b))
+                (a, b): common_volume(box_of(before, a), box_of(after, b))
                 for a in here
                 for b in range(8)
                 if a != b

@@ -30,7 +30,7 @@ from tessel.transport.constants import SLOTS
 from tessel.transport.group import NUM_WORDS, Membership
 from tessel.transport.host import Host
 from tessel.transport.process import PeerProcess
-from tessel.transport.reading import Reader, Staging
+from tessel.transport.reading import Reader, staging_room
 from tessel.transport.request import UnexpectedMessage
 from tessel.transport.segment import Segment
 
@@ -337,7 +337,7 @@ def test_an_offer_of_a_process_that_ends_is_a_lost_worker() -> None:
         pytest.skip("this system does not let processes read each other")
     hosts[1].read_directly()
     for slot in hosts[0]._incoming[1].slots:
-        slot.reader = Reader(2**22 + 1, Staging(8))  # no process has this number
+        slot.reader = Reader(2**22 + 1, staging_room(8))  # no process has this number
     hosts[1].send((1, 1), [SendBuffer(0, torch.zeros(MIB))])
     with pytest.raises(tessel.WorkerLost, match="lost contact with worker 1"):
         hosts[0].take((2, 2), [ReceiveBuffer(1, torch.zeros(2))], None, (1,))

@@ -43,10 +43,7 @@ _DTYPES = ("float32", "float64", "complex64", "complex128")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tessel plan`."""
     parser.add_argument(
-        "--shape",
-        type=lengths,
-        required=True,
-        help="lengths in space, such as 256,256,256",
+        "--shape", type=lengths, required=True, help="lengths in space, such as 256,256,256"
     )
     parser.add_argument("--operator", choices=OPERATORS, default="fft", help="fft by default")
     parser.add_argument("--workers", type=int, required=True, help="number of workers")
@@ -55,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--channels", type=int, help="a dimension before those in space; fno: 20 by default"
     )
     parser.add_argument(
-        "--modes",
-        type=lengths,
-        help="fno: kept frequencies of each sign, such as 12 or 12,12,8",
+        "--modes", type=lengths, help="fno: kept frequencies of each sign, such as 12 or 12,12,8"
     )
     parser.add_argument("--batch", type=int, default=1, help="columns on each worker")
     parser.add_argument(
@@ -67,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine", metavar="FILE", help="machine model, or jean-zay; that of this machine else"
     )
     parser.add_argument(
-        "--partition",
-        type=lengths,
-        help="predict for this partition, such as 64,64,1, alone",
+        "--partition", type=lengths, help="predict for this partition, such as 64,64,1, alone"
     )
     parser.add_argument(
         "--model",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +28,8 @@ from tessel.cli import wide_console
 from tessel.operators.choose import factorings
 from tessel.operators.rates import Machine, Rates
 from tessel.operators.space import Shape
-from tessel.operators.units import num_bytes, num_seconds, table_of_numbers
+from tessel.operators.units import num_bytes, num_seconds, ranking
 
-ROWS = 8
 _BACKWARD = 2  # times the operations of a forward pass: gradients of inputs, and of weights
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
@@ -223,18 +222,20 @@ def predicted(
     for call in calls:
         share = _largest(call.target, grid) / max(1, prod(call.target))
         passed = _largest(call.source, grid) + _largest(call.target, grid)
-        halo = halo_of(call, grid, rates, machine) if call.window else _NONE
+        nothing = 0, 0, 0.0, 1.0
+        halo = halo_of(call, grid, rates, machine) if call.window else nothing
+        num_bytes, neighbours, seconds, width = halo
         # Borders are computed apart, from strips that are thinner than what they read: thin parts
         # take time for what they read, not for what they give.
-        once = call.flops * share * halo.width / rates.matrix
+        once = call.flops * share * width / rates.matrix
         once += passed * call.itemsize / rates.memory
         computing += (1 + _BACKWARD) * (once + rates.step)
         if call.sums and workers > 1:
             messages += 2 * (workers - 1)
             exchanging += 2 * rates.latency * (workers - 1)
-        received += 2 * halo.bytes
-        messages += 2 * halo.messages
-        exchanging += 2 * halo.seconds
+        received += 2 * num_bytes
+        messages += 2 * neighbours
+        exchanging += 2 * seconds
     if workers > 1:  # gradients: each worker sums its share, and gives it to the others
         exchanging += 2 * parameters / rates.bandwidth
     return ModelCandidate(grid, computing + exchanging, computing, received, messages)
@@ -246,26 +247,11 @@ def _largest(shape: Shape, grid: Shape) -> int:
     return prod(ceil(length / parts) for length, parts in zip(shape, sizes, strict=True))
 
 
-class HaloCost(NamedTuple):
-    """One exchange of a worker inside of the grid.
-
-    Attributes:
-        bytes: received.
-        messages: from so many neighbours.
-        seconds: of it.
-        width: of what is read, against the part alone.
-    """
-
-    bytes: int
-    messages: int
-    seconds: float
-    width: float
-
-
-_NONE = HaloCost(0, 0, 0.0, 1.0)
-
-
-def halo_of(call: LayerCall, grid: Shape, rates: Rates, machine: Machine) -> HaloCost:
+def halo_of(
+    call: LayerCall, grid: Shape, rates: Rates, machine: Machine
+) -> tuple[int, int, float, float]:
+    """One exchange of a worker inside of the grid: the bytes that it receives, from how many
+    neighbours, the seconds of it, and how much more is read than the part alone."""
     own, wide, reached, outside = 1, 1, 1, 0.0
     stride_in_grid = 1
     for length, parts, out, window, stride in reversed(
@@ -289,25 +275,23 @@ def halo_of(call: LayerCall, grid: Shape, rates: Rates, machine: Machine) -> Hal
     if network is not None and prod(grid) > network.workers_per_host:
         shared = min(prod(grid), network.workers_per_host) / network.bandwidth
         seconds += outside * (network.latency * messages + num_bytes * shared)
-    return HaloCost(num_bytes, messages, seconds, wide / own)
+    return num_bytes, messages, seconds, wide / own
 
 
 def shown(found: Sequence[ModelCandidate]) -> Iterator[Any]:
     """The grids, for a terminal."""
     titles = "predicted step", "computing", "halos received", "messages"
-    table = table_of_numbers("partition", *titles)
-    for number, each in enumerate(found[:ROWS]):
-        table.add_row(
+    rows = [
+        (
             "×".join(map(str, each.partition)),
             num_seconds(each.time),
             num_seconds(each.computing),
             num_bytes(each.bytes),
             str(each.messages),
-            style="" if number else "bold green",
         )
-    yield table
-    if len(found) > ROWS:
-        yield f"and {len(found) - ROWS} more, slower"
+        for each in found
+    ]
+    yield ranking("partition", *titles, rows=rows)
     grid = list(found[0].partition)
     yield f"P = tessel.world().create_cartesian_topology_partition({grid})"
     yield "model = tessel.nn.distribute_module(model, P)"

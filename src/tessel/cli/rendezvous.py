@@ -52,10 +52,7 @@ class HostRendezvous(RendezvousHandler):
             # The system chooses the port, and nobody can take it: torch serves on this very socket.
             listener = socket.create_server((_LOOPBACK, 0), backlog=128)
             self._port = listener.getsockname()[1]
-            settings: dict[str, Any] = {
-                "is_master": True,
-                "master_listen_fd": listener.detach(),
-            }
+            settings: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
             if knocks is not None:
                 self._door = Gate(knocks, self._port, token, job)
         else:
@@ -116,10 +113,8 @@ class HostRendezvous(RendezvousHandler):
         return self._job
 
     def shutdown(self) -> bool:
-        if isinstance(self._door, Gate):
-            self._door.close(_SECONDS_TO_LEAVE)  # others may still read that all are done
-        elif self._door is not None:
-            self._door.close()
+        if self._door is not None:  # at the first host's, others may still read that all are done
+            self._door.close(_SECONDS_TO_LEAVE if self.is_first else 0.0)
         self._door = None
         return True
 

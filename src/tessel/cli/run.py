@@ -97,11 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument(
-        "--nnodes",
-        type=positive,
-        default=1,
-        metavar="H",
-        help="number of hosts (default: 1)",
+        "--nnodes", type=positive, default=1, metavar="H", help="number of hosts (default: 1)"
     )
     hosts.add_argument(
         "--rdzv-endpoint",

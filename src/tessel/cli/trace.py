@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from tessel.cli import wide_console
-from tessel.operators.picture import new_figure
+from tessel.operators.picture import FAINT, INK, LIGHT, new_figure
 from tessel.operators.units import num_bytes, num_seconds, table_of_numbers
 from tessel.tracing.recorder import ROWS
 
@@ -32,7 +32,6 @@ SUMMARY = "say who waited for whom in a trace of workers, and draw it"
 MOST_COLUMNS = 16  # workers beside each other in a table; of more, the longest waits are listed
 MOST_PLACES = 8
 _COLOURS = dict(zip(ROWS, ("#9db7d5", "#ccbb44", "#228833", "#ee6677", "#aa3377"), strict=True))
-_INK, _FAINT = "#22262e", "#6b7280"
 _BINS = 2400  # of a picture, as many as it has points from left to right
 
 
@@ -230,19 +229,19 @@ def draw(path: str | Path) -> Figure:
                 text = more if room > len(more) else text
             if room >= max(4, len(text)):
                 middle = (event["ts"] / 1e6 + width / 2) * scale
-                ax.text(middle, line, text, ha="center", va="center", fontsize=7.5, color=_INK,
+                ax.text(middle, line, text, ha="center", va="center", fontsize=7.5, color=INK,
                         clip_on=True)  # fmt: skip
         total = sum(found.rows[worker].values()) or 1.0
         share = found.rows[worker]["waiting"] / total
         note = f"waits {share:.0%}\n{num_bytes(found.sent[worker])} sent"
         ax.text(1.008, line, note, transform=ax.get_yaxis_transform(), va="center", fontsize=8.5,
-                color=_INK, clip_on=False)  # fmt: skip
+                color=INK, clip_on=False)  # fmt: skip
     ax.set_xlim(0, length * scale)
     ax.set_ylim(len(found.workers) - 0.45, -0.55)
     ax.set_yticks(range(len(found.workers)), [f"worker {worker}" for worker in found.workers])
-    ax.set_xlabel(unit, color=_FAINT)
-    ax.tick_params(length=0, colors=_INK)
-    ax.grid(axis="x", color="#e5e7eb", linewidth=0.6)
+    ax.set_xlabel(unit, color=FAINT)
+    ax.tick_params(length=0, colors=INK)
+    ax.grid(axis="x", color=LIGHT, linewidth=0.6)
     ax.set_axisbelow(True)
     for side in ax.spines.values():
         side.set_visible(False)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from tessel import endings, transport
 from tessel.errors import WorkerLost
-from tessel.launch.fork import die_with
+from tessel.launch.fork import die_with, exit_code
 from tessel.launch.outputs import keep_lines_whole
 from tessel.machine import keep_freed_memory
 from tessel.tracing import block
@@ -59,7 +59,7 @@ class Reporter(errors.ErrorHandler):
             "timestamp": str(int(now)),
             "time": now,
             "consequence": is_consequence(e),
-            "exitcode": _exit_code(e),
+            "exitcode": exit_code(e),
         }
         message = f"{type(e).__name__}: {e}".removesuffix(": ")
         with open(path, "w") as file:
@@ -102,28 +102,19 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as end:
-        if _exit_code(end):
+        if exit_code(end):
             reporter.record_exception(end)
             block.end_program(end)
             endings.end_program(end)
-            return _end_soon(_exit_code(end))
+            return _end_soon(exit_code(end))
     except BaseException as error:
         reporter.record_exception(error)
         block.end_program(error)
         endings.end_program(error)
-        return _end_soon(_exit_code(error), is_consequence(error))
+        return _end_soon(exit_code(error), is_consequence(error))
     block.end_program()
     transport.leave()  # a thread of a group that runs when Python ends aborts the process
     return 0
-
-
-def _exit_code(error: BaseException) -> int:
-    """The exit code that python gives to a program that ends with this exception."""
-    if not isinstance(error, SystemExit):
-        return 1
-    if error.code is None:
-        return 0
-    return error.code if isinstance(error.code, int) else 1
 
 
 def _end_soon(code: int, follows: bool = False) -> int:

@@ -165,6 +165,16 @@ def volume(box: Box) -> int:
     return math.prod(extent(box))
 
 
+def intersection(a: Box, b: Box | None) -> Box | None:
+    """The indices that two boxes share, or None; with nothing, nothing.
+
+    >>> intersection(((0, 5), (0, 2)), ((3, 9), (1, 2)))
+    ((3, 5), (1, 2))
+    """
+    parts = [] if b is None else list(map(overlap, a, b))
+    return None if b is None or None in parts else tuple(part for part in parts if part)
+
+
 def common_volume(a: Box, b: Box) -> int:
     """The number of indices that two boxes share.
 

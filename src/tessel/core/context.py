@@ -32,8 +32,9 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-# the movements of a call that a compiler traces on tensors without values
-current_trace: ContextVar[Any] = ContextVar("current_trace", default=None)
+# The movements of a call that a compiler traces on tensors without values, in their order, and of
+# its backward pass.
+current_trace: ContextVar[list[Any] | None] = ContextVar("current_trace", default=None)
 
 
 def is_compiling() -> bool:

@@ -127,28 +127,16 @@ def _(mode: FunctionalTensorMode, func: Any, types: Any, args: Any, kwargs: Any)
 _tokens: WeakKeyDictionary[FunctionalTensorMode, tuple[bool, Tensor]] = WeakKeyDictionary()
 
 
-class Trace:
-    """The movements of a call that is traced, in their order, and of its backward pass.
-
-    Each has a number, which its messages carry.
-    """
-
-    def __init__(self) -> None:
-        self.operators: list[Any] = []  # which live as long as the graph that names them
-
-    def node(self, x: Tensor, operator: Any) -> Tensor:
-        """The operator as the next node."""
-        self.operators.append(operator)
-        return node(x, f"{operator.handle}#{len(self.operators)}")
-
-
 def placed(x: Tensor, operator: Any) -> Tensor:
     """The result of an operator as a node of the graph that is made now."""
     if torch.compiler.is_dynamo_compiling():  # a movement by itself; it cannot look into contexts
         _be_ready()
         return node(x, operator.handle)
     trace = current_trace.get()
-    return node(x, operator.handle) if trace is None else trace.node(x, operator)
+    if trace is None:
+        return node(x, operator.handle)
+    trace.append(operator)
+    return node(x, f"{operator.handle}#{len(trace)}")  # a number, which its messages carry
 
 
 @contextmanager
@@ -328,7 +316,7 @@ def _run(texts: str, /, *given: Any, **kwargs: Any) -> Any:
         # Lengths that are fixed by now are symbols in these tensors still, and no keys of caches.
         args, kwargs = tree_map_only(Tensor, _with_numbers, (args, kwargs))
         _say(kinds, (*args, *kwargs.values()))
-        trace = Trace()
+        trace: list[Any] = []  # whose operators live as long as the graph that names them
         caller.__dict__.setdefault("_traces", []).append(trace)
         alone = transport.num_workers() == 1
         with setting(current_trace, trace), nullcontext() if alone else NoDrawing():

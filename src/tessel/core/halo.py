@@ -142,9 +142,8 @@ class Halo(LinearOperator):
             start = [part.start + first for part, (first, _) in zip(piece.region, box, strict=True)]
             sent: Box = tuple((a, a + n) for a, n in zip(start, piece.shape, strict=True))
             for number, strip in enumerate(self.own_strips):
-                common = [boxes.overlap(a, b) for a, b in zip(sent, strip.box, strict=True)]
-                part = tuple(each for each in common if each is not None)
-                if len(part) == len(common):
+                part = boxes.intersection(sent, strip.box)
+                if part is not None:
                     found.append((piece.peer, number, strip.region(part), boxes.within(part, sent)))
         return found
 
@@ -179,7 +178,9 @@ class AsyncHalo:
     """
 
     def __init__(self, halo: Halo) -> None:
-        self._start = _StartHalo(halo, deque(), deque())
+        there: _InTransit = deque()
+        back: _InTransit = deque()
+        self._send, self._wait = (_HaloStep(halo, there, back, waits) for waits in (False, True))
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Send; x, for one use meanwhile, and a token for what is on its way.
@@ -188,51 +189,64 @@ class AsyncHalo:
         the gradient must be made for it, as that of a convolution is.
         """
         if in_transform() or is_compiling():
-            return x, record(self._start, x)
-        own, token = record_several(_SendHalo(self._start, x.new_empty(0)), (x,))
+            return x, record(self._send, x)
+        own, token = record_several(_HaloStepInPlace(self._send, x.new_empty(0)), (x,))
         assert own is not None and token is not None
         return own, token
 
     def wait(self, token: Tensor) -> Tensor:
         """The strips, one after the other in a flat tensor, when they have come."""
-        return record(self._start.second_step, token)
+        return record(self._wait, token)
 
 
 _InTransit = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows
 
 
-@dataclass(frozen=True)
-class _SendHalo:
-    """The first step for a tensor that is also used where it is: x to x and a token.
+class _HaloStep(LinearOperator):
+    """A step of a halo exchange: send and give a token, or wait and put what came into its place.
 
-    Its adjoint needs neither a tensor of zeros with what came in it nor a sum of two whole tensors.
+    The adjoint of sending is to wait in the adjoint exchange, and the other way round.
+
+    Args:
+        halo: what is exchanged.
+        there: what this exchange has sent and not waited for.
+        back: the same of its adjoint.
+        waits: whether this is the second step.
+        adjoint: whether it is one of the adjoint exchange.
     """
 
-    step: _StartHalo
-    like: Tensor
+    def __init__(
+        self, halo: Halo, there: _InTransit, back: _InTransit, waits: bool, adjoint: bool = False
+    ) -> None:
+        self.halo, self.there, self.back = halo, there, back
+        self.waits, self.adjoint = waits, adjoint
+        token = halo.codomain  # whose values nobody reads
+        end = halo.codomain if waits != adjoint else halo.domain
+        self.domain, self.codomain = (token, end) if waits else (end, token)
+        self._group = halo.group
 
-    @property
-    def group(self) -> transport.Group:
-        return self.step.group
+    def _apply(self, x: Tensor) -> Tensor:
+        halo = self.halo
+        if not self.waits:
+            self.there.append(halo.start_adjoint(x) if self.adjoint else halo.start(x))
+            return x.new_empty(self.codomain.local_shape)
+        arrived = self.there.popleft()()
+        return halo.finish_adjoint(arrived, x) if self.adjoint else halo.finish(arrived, x)
 
-    @property
-    def H(self) -> _AddHalo:
-        return _AddHalo(self.step.H, self.like)
-
-    def empty(self) -> Tensor:
-        return self.like.new_empty(0)
-
-    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x,) = xs
-        assert x is not None
-        return x.detach(), self.step._apply(x)
+    @cached_property
+    def H(self) -> _HaloStep:
+        return _HaloStep(self.halo, self.back, self.there, not self.waits, not self.adjoint)
 
 
 @dataclass(frozen=True)
-class _AddHalo:
-    """The adjoint: x and a token to x plus what came, as `Halo.add_arrived` does."""
+class _HaloStepInPlace:
+    """A step for a tensor that is also used where it is: x to x and a token.
 
-    step: _WaitHalo
+    Its adjoint takes x and a token to x plus what came, as `Halo.add_arrived` does: it needs
+    neither a tensor of zeros with what came in it nor a sum of two whole tensors.
+    """
+
+    step: _HaloStep
     like: Tensor
 
     @property
@@ -240,62 +254,18 @@ class _AddHalo:
         return self.step.group
 
     @property
-    def H(self) -> _SendHalo:
-        return _SendHalo(self.step.H, self.like)
-
-    def empty(self) -> Tensor:
-        return self.like.new_empty(0)
+    def H(self) -> _HaloStepInPlace:
+        return _HaloStepInPlace(self.step.H, self.like)
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not self.step.waits:
+            (x,) = xs
+            assert x is not None
+            return x.detach(), self.step._apply(x)
         x, token = xs
         assert token is not None
         if x is None:
             return (self.step._apply(token),)
         # derived again, x may be kept elsewhere; else it was made for this alone
         total = x.clone() if x.requires_grad else x
-        return (self.step.halo.add_arrived(self.step.slot.popleft()(), total),)
-
-
-class _StartHalo(LinearOperator):
-    """The first step of a halo exchange (or of its adjoint, if `adjoint`): send."""
-
-    def __init__(
-        self, halo: Halo, slot: _InTransit, back: _InTransit, adjoint: bool = False
-    ) -> None:
-        self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
-        self.domain = halo.codomain if adjoint else halo.domain
-        self.codomain = halo.codomain
-        self._group = halo.group
-
-    def _apply(self, x: Tensor) -> Tensor:
-        halo = self.halo
-        self.slot.append(halo.start_adjoint(x) if self.adjoint else halo.start(x))
-        return x.new_empty(halo.codomain.local_shape)  # a token, whose values nobody reads
-
-    @cached_property
-    def second_step(self) -> _WaitHalo:
-        return _WaitHalo(self.halo, self.slot, self.back, self.adjoint)
-
-    @cached_property
-    def H(self) -> _WaitHalo:
-        return _WaitHalo(self.halo, self.back, self.slot, not self.adjoint)
-
-
-class _WaitHalo(LinearOperator):
-    """The second step: wait, and put what came into its place."""
-
-    def __init__(
-        self, halo: Halo, slot: _InTransit, back: _InTransit, adjoint: bool = False
-    ) -> None:
-        self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
-        self.domain = halo.codomain
-        self.codomain = halo.domain if adjoint else halo.codomain
-        self._group = halo.group
-
-    def _apply(self, token: Tensor) -> Tensor:
-        halo, arrived = self.halo, self.slot.popleft()()
-        return halo.finish_adjoint(arrived, token) if self.adjoint else halo.finish(arrived, token)
-
-    @cached_property
-    def H(self) -> _StartHalo:
-        return _StartHalo(self.halo, self.back, self.slot, not self.adjoint)
+        return (self.step.halo.add_arrived(self.step.there.popleft()(), total),)

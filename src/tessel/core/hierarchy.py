@@ -15,12 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from operator import attrgetter
 
 from tessel.core import boxes
 from tessel.core.boxes import Box
 from tessel.core.layout import Coordinates, Layout
-from tessel.core.plan import Piece, Plan, box_shape, flattened, giver_of, sums_in_place
+from tessel.core.plan import (
+    Piece,
+    Plan,
+    assembled,
+    box_shape,
+    flattened,
+    giver_of,
+    shape_of,
+    sums_in_place,
+)
 from tessel.core.plan import route as direct_route
 
 # Elements. Up to the first one worker of a team carries all, in one message: what a message costs
@@ -104,9 +112,7 @@ def _slices(box: Box, carriers: int, workers: int) -> tuple[Box | None, ...]:
     return (*parts, *[None] * (workers - carriers))
 
 
-@lru_cache(maxsize=1024)
-def teams(layout: Layout, hosts: Hosts) -> Teams:
-    return Teams(layout, hosts)
+teams = lru_cache(maxsize=1024)(Teams)
 
 
 @lru_cache(maxsize=4096)
@@ -207,7 +213,7 @@ class _TeamPlans:
             if mine is not None:
                 takes = [Piece.of(giver, mine, mine) for _, giver in team.terms]
         shapes = box_shape(self.source, worker), shape_of(self.has(worker))
-        return assembled(worker, gives, takes, *shapes, once=False)
+        return assembled(worker, gives, takes, shapes, once=False)
 
     def between(self, worker: int) -> Plan:
         """What each worker has goes to all who want it."""
@@ -218,7 +224,7 @@ class _TeamPlans:
                 Piece.of(taker, part, own)
                 for there, _ in self.target.agreement(own)
                 for taker in self.target.holders(there)
-                if (part := _common(own, self.wants(taker))) is not None
+                if (part := boxes.intersection(own, self.wants(taker))) is not None
                 and any(giver == worker for giver, _ in self._givers(taker, part))
             ]
         if want is not None:
@@ -226,9 +232,8 @@ class _TeamPlans:
         if len(takes) == 2 and takes[0].region == takes[1].region:
             # a + b is b + a: what comes from the other host is written, and the own term added
             takes.sort(key=lambda piece: piece.peer == worker)
-        once = self.source.owns_once
         shapes = shape_of(own), shape_of(want)
-        return assembled(worker, gives, takes, *shapes, once)
+        return assembled(worker, gives, takes, shapes, self.source.owns_once)
 
     def _givers(self, taker: int, want: Box) -> list[tuple[int, Box]]:
         """Who gives what of a box, in the order of the sum."""
@@ -243,7 +248,7 @@ class _TeamPlans:
             for team in self.gives.all
             if id(team) in met
             for giver in (team.workers if self.adds else (holder for _, holder in team.terms))
-            if (part := _common(want, self.has(giver))) is not None
+            if (part := boxes.intersection(want, self.has(giver))) is not None
         ]
 
     @property
@@ -261,7 +266,7 @@ class _TeamPlans:
         """The sum over hosts of what all of them want: each host adds one part of a slice."""
         mine = self.has(worker)
         if mine is None:
-            empty = assembled(worker, [], [], (0,), (0,), once=False)
+            empty = assembled(worker, [], [], ((0,), (0,)), once=False)
             return empty, empty
         team = self.gives.of[worker]
         others = [each for each in self.gives.all if each.box == team.box]
@@ -270,22 +275,11 @@ class _TeamPlans:
         ((start, stop),) = mine
         parts = [(boxes.shift(part, start),) for part in boxes.balanced(stop - start, len(others))]
         part = parts[others.index(team)]
-        add = assembled(
-            worker,
-            [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)],
-            [Piece.of(peer, part, part) for peer in peers],
-            boxes.extent(mine),
-            boxes.extent(part),
-            once=False,
-        )
-        copy = assembled(
-            worker,
-            [Piece.of(peer, part, part) for peer in peers],
-            [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)],
-            boxes.extent(part),
-            boxes.extent(mine),
-            once=True,
-        )
+        slices = [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)]
+        own = [Piece.of(peer, part, part) for peer in peers]
+        whole, less = boxes.extent(mine), boxes.extent(part)
+        add = assembled(worker, slices, own, (whole, less), once=False)
+        copy = assembled(worker, own, slices, (less, whole), once=True)
         return add, copy
 
     def copy_within(self, worker: int) -> Plan:
@@ -300,7 +294,7 @@ class _TeamPlans:
                 if part is not None
             ]
         shapes = shape_of(mine), box_shape(self.target, worker)
-        return assembled(worker, gives, takes, *shapes, once=True)
+        return assembled(worker, gives, takes, shapes, once=True)
 
 
 def _share(teams: Teams, worker: int, is_sliced: bool) -> Box | None:
@@ -308,38 +302,3 @@ def _share(teams: Teams, worker: int, is_sliced: bool) -> Box | None:
     if team is None:
         return None
     return team.carried_by(worker) if is_sliced else team.box
-
-
-def _common(box: Box, other: Box | None) -> Box | None:
-    """The indices that two boxes share."""
-    parts = [] if other is None else list(map(boxes.overlap, box, other))
-    return None if other is None or None in parts else tuple(part for part in parts if part)
-
-
-def shape_of(box: Box | None) -> tuple[int, ...]:
-    return (0,) if box is None else boxes.extent(box)
-
-
-def assembled(
-    worker: int,
-    gives: list[Piece],
-    takes: list[Piece],
-    source_shape: tuple[int, ...],
-    target_shape: tuple[int, ...],
-    once: bool,
-) -> Plan:
-    """A plan of these pieces, in which somebody sends something to somebody."""
-    gives, takes = ([piece for piece in some if piece.numel] for some in (gives, takes))
-    first, by_peer = takes if once else takes[:1], attrgetter("peer")
-    return Plan(
-        gives=tuple(sorted((piece for piece in gives if piece.peer != worker), key=by_peer)),
-        arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=by_peer)),
-        takes=tuple(takes),
-        kept=next((piece for piece in gives if piece.peer == worker), None),
-        source_shape=source_shape,
-        target_shape=target_shape,
-        once=once,
-        fills=sum(piece.numel for piece in first) == prod(target_shape),
-        silent=False,
-        dense=False,
-    )

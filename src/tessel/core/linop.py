@@ -266,13 +266,14 @@ class Product(Composed, LinearOperator):
 class Entering(LinearOperator):
     """The identity, by which every run of compiled code agrees again on what enters it.
 
-    Shapes are fixed when a call is compiled, by an agreement of all workers.
+    Shapes are fixed when a call is compiled, by an agreement of all workers. In the adjoint nothing
+    is done.
 
     Args:
         layout: of the tensor.
         label: of the call, in the words of its user.
         group: who agrees.
-        agree: what agrees in a run, by its values, too, and gives the layout.
+        agree: what agrees in a run, by its values, too, and gives the layout; None in the adjoint.
         module: what is compiled: its settings are in the graph as they were; an operator has none.
     """
 
@@ -281,7 +282,7 @@ class Entering(LinearOperator):
         layout: Layout,
         label: str,
         group: transport.Group,
-        agree: Callable[[Tensor], Layout],
+        agree: Callable[[Tensor], Layout] | None,
         module: torch.nn.Module | None = None,
     ) -> None:
         self.domain = self.codomain = layout
@@ -292,9 +293,11 @@ class Entering(LinearOperator):
 
     @property
     def H(self) -> LinearOperator:
-        return _Passing(self.domain, self.group)
+        return Entering(self.domain, self.label, self.group, None)
 
     def _apply(self, x: Tensor) -> Tensor:
+        if self.agree is None:
+            return x
         if is_compiling():
             return placed(x, self)
         module = None if self.module is None else self.module()
@@ -351,21 +354,6 @@ def enter_graph(
     (layout, meta), again = agreed_in_graphs(agreement.agree_on, x, compiled=agreement.compiled)
     agrees = agreement.label, agreement.group, lambda _: again()[0]
     return layout, meta, Entering(layout, *agrees, module).apply(prepare(x, layout, meta), meta)
-
-
-class _Passing(LinearOperator):
-    """The identity, where nothing is done."""
-
-    def __init__(self, layout: Layout, group: transport.Group) -> None:
-        self.domain = self.codomain = layout
-        self.__dict__["_group"] = group
-
-    @property
-    def H(self) -> LinearOperator:
-        return self
-
-    def _apply(self, x: Tensor) -> Tensor:
-        return x
 
 
 class Compiled(LinearOperator):
@@ -557,11 +545,12 @@ class Several(Protocol):
         """The adjoint."""
         ...
 
-    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]: ...
-
-    def empty(self) -> Tensor:
-        """An empty tensor of the kind that is mapped."""
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and device of those that are mapped."""
         ...
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]: ...
 
 
 def record_several(
@@ -745,7 +734,7 @@ class _ApplySeveral(_ApplyAnyMode):
     def forward(  # type: ignore[override]
         operator: Several, anchor: Tensor | None, *xs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        return *operator._apply(*xs), operator.empty()
+        return *operator._apply(*xs), operator.like.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:

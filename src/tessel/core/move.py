@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import TensorMeta, as_agreed
+from tessel.core.agreement import TensorMeta, as_agreed, remember
 from tessel.core.boxes import Region
 from tessel.core.context import is_compiling
 from tessel.core.graph import placed
@@ -41,7 +41,7 @@ UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 # Bytes: slices that would lie a multiple of STEP apart get GAP between them, for transforms that go
 # through them one by one: along the first dimension of 256×128×256 complex64 16 ms, not 39.
 STEP, GAP = 2048, 128
-MOST_PROGRAMS = 64  # that a stage remembers
+MOST_REPEATED = 64  # ways in which tensors lie that a stage repeats
 # how tensors lie: dtype, strides of input and output, whether the own part is there already; and
 # whether the exchange is started before it is waited for
 Lies = tuple[torch.dtype, Shape, Shape, bool, bool]
@@ -158,9 +158,8 @@ class Move(LinearOperator):
             return self._apply_into(x, out)
         again = None if is_compiling() else self._again
         if again is not None and (meta is None or not (meta.needs_grad or meta.has_tangent)):
-            y = again(
-                x
-            )  # if no derivative passes, Python looks at nothing on the way to the engine
+            # no derivative passes: Python looks at nothing on the way to the engine
+            y = again(x)
             if y is not None:
                 return y if type(y) is Tensor else self.stages[-1].finish_again(x, *y)
         return super().apply(x, meta)
@@ -208,10 +207,7 @@ class Move(LinearOperator):
     def stages(self) -> tuple[Stage, ...]:
         """The same, with the group that makes them."""
         *before, last = self.route
-        return (
-            *(Stage(plan, self.group) for plan in before),
-            Stage(last, self.group, self.spaced),
-        )
+        return (*(Stage(plan, self.group) for plan in before), Stage(last, self.group, self.spaced))
 
     @cached_property
     def _is_one_exchange(self) -> bool:
@@ -327,12 +323,7 @@ class Stage:
         spaced: a dimension whose slices lie a little apart in the memory of the output.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        group: transport.Group,
-        spaced: int | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, group: transport.Group, spaced: int | None = None) -> None:
         self.plan, self.group, self.spaced = plan, group, spaced
         self._programs: dict[Lies, CopyProgram | None] = {}
         self.again: Again | None = None  # makes the exchange again for the tensors that it knows
@@ -356,7 +347,7 @@ class Stage:
         if self._follow(x, y, False):
             kind = x.dtype, x.shape, x.stride()
             if room is self.spaced is None and not self._gaps and kind not in self._repeated:
-                if len(self._repeated) >= MOST_PROGRAMS:
+                if len(self._repeated) >= MOST_REPEATED:
                     self._repeated.clear()
                     self.again = None
                 self._repeated.add(kind)
@@ -383,9 +374,8 @@ class Stage:
         pieces = [piece for piece, _ in self._incoming(False)]
         if not plan.once or self.spaced is not None or not pieces or 0 in shape:
             return None
-        open_dims = {
-            d for piece in pieces for d, n in enumerate(shape) if piece.shape[d] != n
-        }  # along which some piece is not as long as the output
+        # along which some piece is not as long as the output
+        open_dims = {d for piece in pieces for d, n in enumerate(shape) if piece.shape[d] != n}
         if len(open_dims) != 1 or any(0 in piece.shape for piece in pieces):
             return None
         (dim,) = open_dims
@@ -609,9 +599,6 @@ class Stage:
         key = x.dtype, x.stride(), y.stride(), is_there, early
         program = self._programs.get(key)
         if program is None and key not in self._programs:
-            # What is forgotten is made again, by this worker alone: others need not forget with it.
-            if len(self._programs) >= MOST_PROGRAMS:
-                self._programs.clear()
             if not self.plan.silent:
                 leaves = self.plan.gives if is_there else self.plan.outgoing
                 gives = [(piece.peer, Place(piece.region, x.stride())) for piece in leaves]
@@ -620,7 +607,7 @@ class Stage:
                     for piece, adds in self._incoming(is_there)
                 ]
                 program = self.group.program(x.dtype, gives, takes, early)
-            self._programs[key] = program
+            remember(self._programs, key, program)
         return program if program is not None and _can_follow(program, x, y) else None
 
 
@@ -666,15 +653,14 @@ class Apart:
             return None
         key = x.dtype, x.stride()
         if key not in self._programs:
-            if len(self._programs) >= MOST_PROGRAMS:
-                self._programs.clear()
             ends = [*accumulate(self._lengths, initial=0)]
             gives = [(piece.peer, Place(piece.region, x.stride())) for piece in self._gives]
             takes = [
                 (piece.peer, Place((slice(*span),), (1,)), False)
                 for piece, span in zip(self._takes, pairwise(ends), strict=True)
             ]
-            self._programs[key] = self._group.program(x.dtype, gives, takes, early=True)
+            program = self._group.program(x.dtype, gives, takes, early=True)
+            remember(self._programs, key, program)
         return self._programs[key]
 
 

@@ -6,10 +6,11 @@ piece, the overlap of the giver's box and the taker's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from operator import attrgetter
 
 from tessel.core import boxes
 from tessel.core.boxes import Box, Region
@@ -195,10 +196,6 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         # Nobody else has the sum, so that it may begin with the worker's own: where that covers
         # the output, as in the adjoint of a halo, nothing has to be cleared before.
         takes = tuple(sorted(takes, key=lambda p: p.peer != worker or p.shape != target_shape))
-    gives = sorted(_gives(source, target, worker), key=_peer)
-    # What is copied covers the output together; of what is added, the first alone has to, since
-    # the others are added to what it wrote. Else the output is cleared before.
-    first = takes if source.owns_once else takes[:1]
     # Whether every worker takes only from itself: of all workers, not of this one, since a group
     # that has nothing to send makes no exchange at all, and everybody must know that.
     is_silent = all(
@@ -215,17 +212,38 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         and not source.shared
         and all(boxes.all_overlap(give.intervals, take.intervals) for give, take in cuts)
     )
+    gives = _gives(source, target, worker)
+    shapes = box_shape(source, worker), target_shape
+    return assembled(worker, gives, takes, shapes, source.owns_once, is_silent, is_dense)
+
+
+def assembled(
+    worker: int,
+    gives: Iterable[Piece],
+    takes: Iterable[Piece],
+    shapes: tuple[Shape, Shape],
+    once: bool,
+    silent: bool = False,
+    dense: bool = False,
+) -> Plan:
+    """The plan of a worker that gives and takes these pieces of tensors of these shapes."""
+    given = sorted((piece for piece in gives if piece.numel), key=attrgetter("peer"))
+    taken = tuple(piece for piece in takes if piece.numel)
+    # What is copied covers the output together; of what is added, the first alone has to, since
+    # the others are added to what it wrote. Else the output is cleared before.
+    first = taken if once else taken[:1]
+    others = (piece for piece in taken if piece.peer != worker)
     return Plan(
-        gives=tuple(piece for piece in gives if piece.peer != worker),
-        arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
-        takes=takes,
-        kept=next((piece for piece in gives if piece.peer == worker), None),
-        source_shape=box_shape(source, worker),
-        target_shape=target_shape,
-        once=source.owns_once,
-        fills=sum(piece.numel for piece in first) == prod(target_shape),
-        silent=is_silent,
-        dense=is_dense,
+        gives=tuple(piece for piece in given if piece.peer != worker),
+        arrives=tuple(sorted(others, key=attrgetter("peer"))),
+        takes=taken,
+        kept=next((piece for piece in given if piece.peer == worker), None),
+        source_shape=shapes[0],
+        target_shape=shapes[1],
+        once=once,
+        fills=sum(piece.numel for piece in first) == prod(shapes[1]),
+        silent=silent,
+        dense=dense,
     )
 
 
@@ -257,10 +275,10 @@ def giver_of(source: Layout, place: Coordinates, target: Layout, taker: int) -> 
     return holders[turn % len(holders)]
 
 
-def _peer(piece: Piece) -> int:
-    return piece.peer
-
-
 def box_shape(layout: Layout, worker: int) -> Shape:
-    box = layout.box(worker)
+    return shape_of(layout.box(worker))
+
+
+def shape_of(box: Box | None) -> Shape:
+    """The shape of a tensor that stores a box; of nothing, that of an empty one."""
     return (0,) if box is None else boxes.extent(box)

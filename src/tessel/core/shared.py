@@ -39,9 +39,8 @@ class Buckets(Protocol):
         ...
 
 
-current_buckets: ContextVar[Buckets | None] = ContextVar(
-    "current_buckets", default=None
-)  # what runs now
+# those of the call that runs now
+current_buckets: ContextVar[Buckets | None] = ContextVar("current_buckets", default=None)
 
 
 class Replicate(LinearOperator):
@@ -89,12 +88,6 @@ class Replicate(LinearOperator):
         return self._move.H
 
 
-@kept_in_job
-def _replicate(domain: Layout, separate: tuple[int, ...]) -> Replicate:
-    shared = tuple(axis for axis in domain.shared if axis not in separate)
-    return Replicate(domain, replace(domain, shared=shared))
-
-
 def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
     """Use a shared value in a computation of its own along the axes `separate`."""
     use = replication(layout, tuple(separate))
@@ -105,8 +98,10 @@ def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
 def replication(layout: Layout, separate: tuple[int, ...]) -> Replicate | None:
     """How a shared value is used along the axes `separate`; None where nobody else uses it."""
     sizes = layout.partition.shape
-    axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
-    return _replicate(layout, axes) if axes else None
+    if not any(sizes[axis] > 1 and axis in layout.shared for axis in separate):
+        return None
+    shared = tuple(axis for axis in layout.shared if axis not in separate or sizes[axis] == 1)
+    return Replicate(layout, replace(layout, shared=shared))
 
 
 @overload
@@ -156,7 +151,7 @@ def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | N
     """How workers use a value of this shape; None if all that have several do the same with it."""
     sizes, alike = layout.partition.shape, {*layout.shared, *shared}
     separate = tuple(axis for axis, n in enumerate(sizes) if n > 1 and axis not in alike)
-    return _replicate(shared_whole(layout.partition, shape), separate) if separate else None
+    return replication(shared_whole(layout.partition, shape), separate)
 
 
 class Sum:
@@ -233,11 +228,7 @@ def _add(rows: Sequence[Tensor], total: Tensor) -> Tensor:
     return total
 
 
-@kept_in_job
-def _sum(partition: Partition, axes: tuple[int, ...], length: int) -> Sum:
-    return Sum(partition, axes, length)
-
-
+_kept_sum = kept_in_job(Sum)
 Parts = tuple[Tensor | None, ...]
 
 
@@ -273,7 +264,7 @@ class GradientBucket:
         self.like = like.detach()
         self._lengths = [prod(shape) for shape in self.shapes]
         flags = len(self.shapes) if len(self.shapes) > 1 else 0
-        self._sum = _sum(partition, axes, sum(self._lengths) + flags)
+        self._sum = _kept_sum(partition, axes, sum(self._lengths) + flags)
         self.group = partition.prepare()
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
@@ -286,9 +277,6 @@ class GradientBucket:
         """The values, for use on each worker. In a backward pass the sums begin here."""
         found = record_several(_BucketStep(self, "leave"), (token,))
         return tuple(each for each in found if each is not None)
-
-    def empty(self) -> Tensor:
-        return self.like.new_empty(0)
 
     def start(self, grads: Parts) -> Callable[[], Parts]:
         """Send gradients, with flags of those that are there; the result waits for the sums."""
@@ -339,12 +327,13 @@ class _BucketStep:
         adjoints = {"enter": "wait", "wait": "enter", "leave": "start", "start": "leave"}
         return _BucketStep(self.bucket, adjoints[self.name])
 
-    def empty(self) -> Tensor:
-        return self.bucket.empty()
+    @property
+    def like(self) -> Tensor:
+        return self.bucket.like
 
     def _apply(self, *xs: Tensor | None) -> Parts:
         if self.name in ("enter", "start"):
-            given: Any = self.empty()
+            given: Any = self.like.new_empty(0)
             given.carried = _detached(xs) if self.name == "enter" else self.bucket.start(xs)
             return (given,)
         (token,) = xs
@@ -376,7 +365,8 @@ class BucketInGraph:
     @classmethod
     def of(cls, partition: Partition, axes: tuple[int, ...], values: Sequence[Tensor]) -> Self:
         length = sum(each.numel() for each in values)
-        row = _replicate(shared_whole(partition, (length,)), axes)
+        row = replication(shared_whole(partition, (length,)), axes)
+        assert row is not None
         return cls(row, tuple(tuple(each.shape) for each in values), values[0])
 
     def use(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -390,9 +380,6 @@ class BucketInGraph:
     @property
     def H(self) -> BucketInGraph:
         return replace(self, sums=not self.sums)
-
-    def empty(self) -> Tensor:
-        return self.like.new_empty(0)
 
     def _apply(self, *xs: Tensor | None) -> Parts:
         if not self.sums:

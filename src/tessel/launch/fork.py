@@ -27,7 +27,7 @@ def fork(body: Callable[[], object]) -> int:
         body()
         code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = exit_code(leaving)
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
     except BaseException:
@@ -36,6 +36,13 @@ def fork(body: Callable[[], object]) -> int:
         with contextlib.suppress(OSError, ValueError):
             flush_outputs()
         os._exit(code)  # a fork must not return to the code of its parent, nor run its exit hooks
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that python gives to a program that ends with this exception."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def poll_fork(pid: int) -> int | None:

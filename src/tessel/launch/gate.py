@@ -151,20 +151,20 @@ def _proof(token: bytes, job: str, side: bytes, gates: bytes, tunnels: bytes) ->
 
 
 class _Forwarder:
-    """Connections in pairs, whose bytes go from one to the other, in a thread of their own."""
+    """Connections in pairs, whose bytes go from one to the other, in a thread of their own.
 
-    def __init__(self) -> None:
+    A subclass says in `_serve` what becomes of a connection.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
         self._loop = asyncio.new_event_loop()
         self._open = 0  # pairs
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def listen(self, listener: socket.socket, serve: Any) -> None:
-        """Call `serve(reader, writer)` for each connection."""
-
         async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                await serve(reader, writer)
+                await self._serve(reader, writer)
             except asyncio.CancelledError:  # by `close`; asyncio would report it as a failure
                 pass
             finally:
@@ -175,7 +175,10 @@ class _Forwarder:
 
         self._run(start())
 
-    def close(self, seconds: float) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must implement `_serve`")
+
+    def close(self, seconds: float = 0.0) -> None:
         """End, after so many seconds at most in which open connections may end by themselves."""
         deadline = time.monotonic() + seconds
         while self._open and time.monotonic() < deadline:
@@ -196,7 +199,7 @@ class _Forwarder:
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10.0)
 
-    async def join(
+    async def _join(
         self,
         one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
@@ -219,7 +222,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             writer.write_eof()
 
 
-class Gate:
+class Gate(_Forwarder):
     """Lets those who know the token through to a port of this host's loopback interface.
 
     Args:
@@ -233,11 +236,7 @@ class Gate:
         self.address = listener.getsockname()[0]
         self._port, self._proof = port, partial(_proof, token, job)
         self._strangers = 0
-        self._forwarder = _Forwarder()
-        self._forwarder.listen(listener, self._serve)
-
-    def close(self, seconds: float = 0.0) -> None:
-        self._forwarder.close(seconds)
+        super().__init__(listener)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._strangers >= _MOST_STRANGERS:
@@ -257,7 +256,7 @@ class Gate:
             inside = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:  # the store is gone: so is the job
             return
-        await self._forwarder.join((reader, writer), inside)
+        await self._join((reader, writer), inside)
 
     async def _authenticates(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -275,7 +274,7 @@ class Gate:
         return True
 
 
-class Tunnel:
+class Tunnel(_Forwarder):
     """A port of this host's loopback interface that leads through the gate of another host.
 
     Args:
@@ -295,11 +294,7 @@ class Tunnel:
             self.address = probe.getsockname()[0]
         listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = listener.getsockname()[1]
-        self._forwarder = _Forwarder()
-        self._forwarder.listen(listener, self._serve)
-
-    def close(self, seconds: float = 0.0) -> None:
-        self._forwarder.close(seconds)
+        super().__init__(listener)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -307,7 +302,7 @@ class Tunnel:
             there = await asyncio.open_connection(sock=outside)
         except OSError:  # who has connected here finds the connection closed
             return
-        await self._forwarder.join((reader, writer), there)
+        await self._join((reader, writer), there)
 
     def _knock(self, seconds: float) -> socket.socket:
         """A connection through the gate."""

@@ -593,7 +593,7 @@ class Entrance(HasHandle):
                 P_x.prepare().give_up(error)
                 raise
         trace = current_trace.get()
-        moves = [] if trace is None else [repr(each) for each in trace.operators]
+        moves = [] if trace is None else [repr(each) for each in trace]
         if (key, len(moves), uses) not in agreements:
             with outside_of_graphs():
                 what = f"{call}, with {len(moves)} movements and {uses[0]}"

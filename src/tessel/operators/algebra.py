@@ -21,7 +21,7 @@ from tessel.core.shared import anchored_zeros
 from tessel.operators.input_shape import InputShape
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
 from tessel.operators.space import Shape, TensorSpace, complex_of, real_of
-from tessel.operators.tasks import OperatorTask, Scaling, Summands, ordered, perform
+from tessel.operators.tasks import OperatorTask, Scaling, ordered, perform
 
 ORDERS = ("tensor", "julia")  # of the factors in kron
 
@@ -194,10 +194,9 @@ class ParOperator:
         if real_of(self.domain.dtype).itemsize > 2 or kind in self.supported_on:
             return
         for task in self.expand(0):
-            if isinstance(task.actor, Summands):
-                for term in task.actor.operators:
-                    term.check_numbers(kind)
-            elif hasattr(task.actor, "try_on"):
+            for term in task.terms:
+                term.check_numbers(kind)
+            if hasattr(task.actor, "try_on"):
                 try:
                     task.actor.try_on(kind)
                 except RuntimeError as error:  # NotImplementedError is one
@@ -424,9 +423,7 @@ class OperatorSum(ParOperator):
         return self.terms
 
     def expand(self, first: int) -> Iterator[OperatorTask]:
-        yield OperatorTask(
-            Summands(self.terms), tuple(range(first, first + len(self.domain.shape)))
-        )
+        yield OperatorTask(self, tuple(range(first, first + len(self.domain.shape))))
 
     @cached_property
     def H(self) -> ParOperator:

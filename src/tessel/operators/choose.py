@@ -9,8 +9,7 @@ from math import ceil, prod
 from operator import index as as_int
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import RenderableType
 
 from tessel.core.partition import HypotheticalPartition
 from tessel.operators.algebra import Bound, ParOperator
@@ -20,10 +19,9 @@ from tessel.operators.planning import OperatorPlan, make_plan
 from tessel.operators.rates import Machine, known_machine
 from tessel.operators.space import Shape, TensorSpace, checked_length
 from tessel.operators.storage import storage_of
-from tessel.operators.units import num_bytes, num_seconds, table_of_numbers
+from tessel.operators.units import num_bytes, num_seconds, ranking
 
 MOST_TASKS = 800  # in all plans that are compared, so that it takes less than a second
-ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -107,30 +105,22 @@ class Choice:
     @cached_property
     def explanation(self) -> Explanation:
         """The steps of the best one."""
-        plan = self.best.plan
-        return explain_plan(
-            plan,
-            self.operator.domain.dtype,
-            storage_of(plan),
-            self.columns,
-            self.machine,
-        )
+        plan, dtype = self.best.plan, self.operator.domain.dtype
+        return explain_plan(plan, dtype, storage_of(plan), self.columns, self.machine)
 
     def __rich__(self) -> RenderableType:
         titles = "predicted time", "memory per worker", "bytes sent per worker", "transfers"
-        table = table_of_numbers("partition", *titles)
-        for number, each in enumerate(self.candidates[:ROWS]):
-            table.add_row(
+        rows = [
+            (
                 "×".join(map(str, each.partition)),
                 num_seconds(each.time),
                 num_bytes(each.memory),
                 num_bytes(each.bytes),
                 str(each.plan.num_transfers),
-                style="" if number else "bold green",
             )
-        left = len(self.candidates) - ROWS
-        more = [Text(f"and {left} more, slower")] if left > 0 else []
-        return Group(table, *more)
+            for each in self.candidates
+        ]
+        return ranking("partition", *titles, rows=rows)
 
     def __repr__(self) -> str:
         return f"Choice({self.partition} of {len(self.candidates)}, {num_seconds(self.time)})"

@@ -20,11 +20,11 @@ from tessel.operators.dft import ParDFT
 from tessel.operators.layouts import box_of, num_messages, numel_sent, share_inside
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrices import ParMatrix, ParMultilinear
-from tessel.operators.planning import Local, OperatorPlan, Transfer
-from tessel.operators.rates import Machine, Rates
+from tessel.operators.planning import Branches, Local, OperatorPlan
+from tessel.operators.rates import Network, Rates
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import leaves_of, needed, parameters_sent
-from tessel.operators.tasks import OperatorTask, Scaling, Summands, count_flops, dtype_after
+from tessel.operators.tasks import OperatorTask, count_flops, dtype_after
 
 Held = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
 
@@ -62,7 +62,7 @@ class ExplainedStep:
         if self.group:
             names = []
             for task in self.group:
-                kind = {Scaling: "multiple", Summands: "sum"}.get(type(task.actor), "")
+                kind = "sum" if task.terms else "multiple"
                 if isinstance(task.actor, Leaf):
                     kind = type(task.actor).__name__ + task.actor.mode
                 dims = ",".join(map(str, task.dims))
@@ -106,13 +106,13 @@ class Counter:
         rates: how fast a worker is.
         storage: how each parameter lies.
         columns: the length of a batch, on each worker.
-        machine: whose network counts; None for rates alone.
+        network: between hosts; None for rates alone.
     """
 
     rates: Rates
     storage: Mapping[Leaf, Layout]
     columns: int = 1
-    machine: Machine | None = None
+    network: Network | None = None
 
     def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
         """What each step costs a worker."""
@@ -134,7 +134,7 @@ class Counter:
                 arriving = num_messages(line.after, line.before, worker)
                 source = self._bytes(line.before, line.dtype_before, worker)
                 target = self._bytes(line.after, line.dtype_after, worker)
-                network, inside = None if self.machine is None else self.machine.network, 1.0
+                network, inside = self.network, 1.0
                 if network is not None and line.before.partition.size > network.workers_per_host:
                     inside = share_inside(line.before, line.after, network.workers_per_host)
                 seconds = self._sending(
@@ -153,7 +153,7 @@ class Counter:
         """
         latency, rates = self.rates.latency, self.rates
         seconds = inside * (latency * messages + num_bytes / rates.bandwidth)
-        network = None if self.machine is None else self.machine.network
+        network = self.network
         if inside == 1 or network is None:
             return seconds
         outside, sharing = 1 - inside, min(workers, network.workers_per_host)
@@ -188,14 +188,13 @@ class Counter:
                 weights += boxes.volume(box_of(here, at)) * width
         flops = count_flops(line.group, shape) if source else 0.0
         workers = line.before.partition.size
-        network = None if self.machine is None else self.machine.network
-        near = workers if network is None else network.workers_per_host
+        near = workers if self.network is None else self.network.workers_per_host
         # parameters come from anywhere: as many from this host as there are workers of it
         seconds = self.rates.step + self._sending(messages, sent, min(1.0, near / workers), workers)
         if source or target:
             seconds += self._work(line, flops, source, target, weights)
         # A sum inside of a step holds the results of all terms, and their total.
-        results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Summands))
+        results = sum(len(task.terms) for task in line.group)
         return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
 
     def _work(
@@ -204,17 +203,15 @@ class Counter:
         """The seconds of a local step without what moves for it."""
         actor, rates = line.group[0].actor, self.rates
         passing = (source + target + weights) / rates.memory
+        last = len(line.before.shape) - 1
+        has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
         if isinstance(actor, ParDFT):
-            last = len(line.before.shape) - 1
-            has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
             # Weights of a real transform's adjoint, and modes cut or filled up, are passes of their
             # own over the tensor.
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
         if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
-            last = len(line.before.shape) - 1
-            has_rows = self.columns == 1 and last in line.group[0].dims
             return flops / (rates.fft if has_rows else rates.fft_across) + 3 * passing
         if isinstance(actor, ParMultilinear):
             return passing + flops / rates.matrix + weights / rates.weights
@@ -222,9 +219,9 @@ class Counter:
             return passing + flops / rates.matrix
         if isinstance(actor, ParRestriction):
             return (min(source, target) + target) / rates.memory
-        if isinstance(actor, Summands):
+        if terms := line.group[0].terms:
             # Of all kinds: its transforms and matrices are not told apart.
-            return len(actor.operators) * passing + flops / rates.fft
+            return len(terms) * passing + flops / rates.fft
         return passing
 
 
@@ -248,13 +245,11 @@ def _lines(
 ) -> Iterator[ExplainedStep]:
     """The same, while other tensors are held; `takes_input` if it is the whole plan's input."""
     for step in plan.steps:
-        if isinstance(step, Transfer):
-            line = ExplainedStep(step.before, step.after, dtype, dtype, held=held)
-            yield replace(line, takes_input=takes_input)
-        elif isinstance(step, Local):
-            after = dtype_after(step.group, dtype)
-            line = ExplainedStep(step.before, step.after, dtype, after, step.group, held=held)
-            yield replace(line, takes_input=takes_input)
+        if not isinstance(step, Branches):
+            group = step.group if isinstance(step, Local) else ()
+            after = dtype_after(group, dtype)
+            ends = step.before, step.after, dtype, after
+            yield ExplainedStep(*ends, group, held=held, takes_input=takes_input)
             dtype = after
         else:
             result = dtype

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core import boxes
 from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, as_agreed, remember
 from tessel.core.boxes import Balanced, Box
 from tessel.core.graph import fix_lengths, in_graphs
@@ -168,10 +167,6 @@ class Distributed(HasHandle, ParOperator):
         nothing = {leaf: ((0, 0),) * len(here.shape) for leaf, here in self.storage.items()}
         return {leaf: here.box() or nothing[leaf] for leaf, here in self.storage.items()}
 
-    @cached_property
-    def part_shapes(self) -> dict[Leaf, Shape]:
-        return {leaf: boxes.extent(box) for leaf, box in self.part_boxes.items()}
-
     def parameter_layout(self, leaf: Leaf) -> Layout:
         """How a parameter lies; workers that store the same part share it."""
         return self.storage[leaf].summed
@@ -230,11 +225,7 @@ class Distributed(HasHandle, ParOperator):
         return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
 
     def run(
-        self,
-        x: Tensor,
-        values: Values,
-        columns: Columns = None,
-        order: Order | None = None,
+        self, x: Tensor, values: Values, columns: Columns = None, order: Order | None = None
     ) -> Tensor:
         """Apply the operator without asking the others.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 from rich.console import Console, Group, RenderableType
@@ -23,21 +23,11 @@ from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
 from tessel.operators.planning import OperatorPlan
 from tessel.operators.rates import Machine, known_machine
-from tessel.operators.space import Shape, TensorSpace
+from tessel.operators.space import Shape
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 MOST_ROWS = 4  # for one step
 WIDTH = 150
-
-
-class Planned(Protocol):
-    """A distributed operator, as explanations see it."""
-
-    # Not the class itself, whose module imports this one.
-    domain: TensorSpace
-    expression: ParOperator
-    plan: OperatorPlan
-    storage: dict[Leaf, Layout]
 
 
 @dataclass(frozen=True)
@@ -146,7 +136,7 @@ class Explanation:
         return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def explain(operator: Planned, *, columns: int = 1, machine: Machine | None = None) -> Explanation:
+def explain(operator: Any, *, columns: int = 1, machine: Machine | None = None) -> Explanation:
     """What a distributed operator does, step by step, and what each costs each worker.
 
     Args:
@@ -197,7 +187,7 @@ def explain_plan(
     P = plan.source.partition
     workers = examined(P) if workers is None else workers
     lines = tuple(lines_of(plan, dtype))
-    counter = Counter(machine.rates_for(P.size), storage, columns, machine)
+    counter = Counter(machine.rates_for(P.size), storage, columns, machine.network)
     costs = tuple(zip(*(counter.costs(lines, at) for at in workers), strict=True))
     return Explanation(lines, tuple(workers), costs, P.size, machine)
 

@@ -56,9 +56,7 @@ def on_grid(partition: Partition, shape: Shape) -> Layout:
 def is_whole(layout: Layout, dim: int) -> bool:
     """Whether nobody has only a part of a dimension: one place along its axes has all of it."""
     cut, length = layout.cuts[dim], layout.shape[dim]
-    if isinstance(
-        cut.intervals, Balanced
-    ):  # where there are several parts, it is meant to be split
+    if isinstance(cut.intervals, Balanced):  # several parts are meant to be several
         return cut.intervals.parts == 1
     return _whole_part(cut, length) is not None
 
@@ -283,16 +281,10 @@ def box_of(layout: Layout, worker: int) -> Box:
     return box
 
 
-def common_numel(some: Box, other: Box) -> int:
-    """How many indices two boxes share."""
-    common = [boxes.overlap(a, b) for a, b in zip(some, other, strict=True)]
-    return 0 if None in common else boxes.volume(tuple(each for each in common if each))
-
-
 def numel_sent(before: Layout, after: Layout, worker: int) -> int:
     """How many values a worker sends when a tensor is rearranged."""
     own = box_of(before, worker)
-    return boxes.volume(own) - common_numel(own, box_of(after, worker))
+    return boxes.volume(own) - boxes.common_volume(own, box_of(after, worker))
 
 
 def num_messages(before: Layout, after: Layout, worker: int) -> int:
@@ -310,7 +302,7 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
             filled = _filled(cut)
             first = bisect_right(filled, start, key=lambda each: each[1])
             takers *= bisect_left(filled, stop, key=lambda each: each[0]) - first
-    return takers - (common_numel(own, box_of(after, worker)) > 0)
+    return takers - (boxes.common_volume(own, box_of(after, worker)) > 0)
 
 
 @lru_cache(maxsize=1024)

@@ -205,13 +205,7 @@ class _FftwPlan:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        dims: Shape,
-        length: int,
-        dtype: torch.dtype,
-        *flags: str,
-        **settings: Any,
+        self, x: Tensor, dims: Shape, length: int, dtype: torch.dtype, *flags: str, **settings: Any
     ) -> None:
         order = sorted(order_of(x), key=lambda dim: dim in dims)
         shape = {**dict(enumerate(x.shape)), dims[-1]: length}

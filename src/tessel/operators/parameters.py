@@ -9,14 +9,13 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor
 
-from tessel.core.boxes import Box
+from tessel.core.boxes import Box, extent
 from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
-from tessel.operators.space import Shape
 
 CHUNK = 1 << 16  # numbers that are drawn at once
 
@@ -81,30 +80,29 @@ class Parameters(dict[Any, Tensor]):
 
     def check(self, operator: Any) -> None:
         """ValueError if values are missing here that an operator needs, or do not fit it."""
-        shapes = parameter_shapes(operator)
-        missing = [leaf for leaf in shapes if leaf not in self]
-        if missing and self and not any(leaf in shapes for leaf in self):
+        leaves, parts = operator.leaves, getattr(operator, "part_boxes", {})
+        missing = [leaf for leaf in leaves if leaf not in self]
+        if missing and self and not any(leaf in leaves for leaf in self):
             raise ValueError(
                 f"θ belongs to another operator: {next(iter(self))} is not a part of {operator}"
             )
         if missing:
             raise ValueError(f"θ has no value for {missing[0]}, a part of {operator}")
-        parts = getattr(operator, "part_boxes", {})
-        for leaf in shapes:
-            value = self[leaf]
-            drawn, used = self.boxes.get(leaf), parts.get(leaf)
-            is_part = tuple(value.shape) != leaf.parameter_shape
+        for leaf in leaves:
+            value, drawn, used = self[leaf], self.boxes.get(leaf), parts.get(leaf)
+            shape = tuple(value.shape)
             # Parts of one length are not told apart by their shape, but by where they lie.
-            if is_part and drawn is not None and used not in (None, drawn):
+            if shape != leaf.parameter_shape and drawn is not None and used not in (None, drawn):
                 raise ValueError(
                     f"θ was drawn for another distribution of {leaf}, whose parts are not those of "
                     f"{operator}; draw it with init() of this one, or pass it whole"
                 )
-            if tuple(value.shape) not in shapes[leaf] or value.dtype != leaf.source.dtype:
-                expected = " or ".join(map(str, dict.fromkeys(shapes[leaf])))
+            fitting = [leaf.parameter_shape, *([] if used is None else [extent(used)])]
+            if shape not in fitting or value.dtype != leaf.source.dtype:
+                expected = " or ".join(map(str, dict.fromkeys(fitting)))
                 raise ValueError(
                     f"θ does not fit {leaf}: expected {leaf.source.dtype} of shape {expected}, "
-                    f"got {value.dtype} of shape {tuple(value.shape)}"
+                    f"got {value.dtype} of shape {shape}"
                 )
 
     def joined(self, other: Mapping[Any, Tensor]) -> Parameters:
@@ -145,16 +143,6 @@ def leaf_of(operator: Any) -> Any:
         which = f"{len(leaves)} parameters, ask for one of {names}" if leaves else "no parameters"
         raise KeyError(f"{operator!r} has {which}")
     return leaves[0]
-
-
-def parameter_shapes(operator: Any) -> dict[Any, tuple[Shape, ...]]:
-    """The shapes that each parameter may have on this worker: whole, and in parts."""
-    parts = getattr(operator, "part_shapes", {})
-    found = {}
-    for leaf in operator.leaves:
-        assert leaf.parameter_shape is not None
-        found[leaf] = (leaf.parameter_shape, *([parts[leaf]] if leaf in parts else []))
-    return found
 
 
 def init(operator: Any, *, requires_grad: bool = True) -> Parameters:

@@ -11,7 +11,7 @@ from tessel.operators.units import num_bytes, num_flops, num_seconds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_INK, _FAINT, _WHOLE = "#22262e", "#6b7280", "#e5e7eb"
+INK, FAINT, LIGHT = "#22262e", "#6b7280", "#e5e7eb"  # of all pictures
 _LOCAL, _TRANSFER = "#4477AA", "#EE6677"
 _MOST_CUTS = 64  # of a dimension that are drawn
 _THICKNESS = 0.72  # of a row
@@ -59,7 +59,7 @@ def draw_steps(
         ax.set_ylim(len(lines) - 0.4, -0.6)
         ax.set_xticks([])
         ax.set_yticks([])
-        ax.tick_params(length=0, labelsize=9, labelcolor=_INK)
+        ax.tick_params(length=0, labelsize=9, labelcolor=INK)
         for spine in ax.spines.values():
             spine.set_visible(False)
     labels = []
@@ -67,7 +67,7 @@ def draw_steps(
         title = line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)
         labels.append(f"{number}  {title}\n{line.layout}")
     layout.set_yticks(range(len(lines)), labels)
-    layout.set_title("layout after the step", color=_INK, fontsize=10)
+    layout.set_title("layout after the step", color=INK, fontsize=10)
     for row, line in enumerate(lines):
         here = line.after
         height = _THICKNESS / max(1, len(here.shape))
@@ -76,7 +76,7 @@ def draw_steps(
         assert first is not None
         for dim, cut in enumerate(here.cuts):
             top = row - _THICKNESS / 2 + dim * height
-            layout.barh(top, 0.9, left=0.02, color=_WHOLE, **style)
+            layout.barh(top, 0.9, left=0.02, color=LIGHT, **style)
             left, right = (0.02 + 0.9 * edge / here.shape[dim] for edge in first[dim])
             width = max(right - left, 0.003 * (right > left))
             layout.barh(top, width, left=left, color=_colour(line), **style)
@@ -84,7 +84,7 @@ def draw_steps(
                 at = 0.02 + 0.9 * start / here.shape[dim]
                 layout.plot([at, at], [top, top + 0.8 * height], color="white", linewidth=1)
     for ax, (title, value, write) in zip(others, _COLUMNS, strict=True):
-        ax.set_title(title, color=_INK, fontsize=10)
+        ax.set_title(title, color=INK, fontsize=10)
         values = [[value(cost) for cost in step] for step in costs]
         longest = max((max(step) for step in values), default=0) or 1
         for row, (line, step) in enumerate(zip(lines, values, strict=True)):
@@ -92,11 +92,11 @@ def draw_steps(
             ax.barh(row, 0.5 * most / longest, height=0.45, color=_colour(line), alpha=0.85)
             if least < most:  # workers differ: a mark for the one with the least
                 at = 0.5 * least / longest
-                ax.plot([at, at], [row - 0.22, row + 0.22], color=_INK, linewidth=1.4)
+                ax.plot([at, at], [row - 0.22, row + 0.22], color=INK, linewidth=1.4)
             if most:
                 text = write(most) if least == most else f"{write(least)} – {write(most)}"
-                ax.text(0.5 * most / longest + 0.02, row, text, va="center", fontsize=8, color=_INK)
-    figure.text(0.5, 0.04, summary, ha="center", va="bottom", color=_FAINT, fontsize=9.5)
+                ax.text(0.5 * most / longest + 0.02, row, text, va="center", fontsize=8, color=INK)
+    figure.text(0.5, 0.04, summary, ha="center", va="bottom", color=FAINT, fontsize=9.5)
     return figure
 
 

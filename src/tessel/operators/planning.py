@@ -31,9 +31,10 @@ from tessel.operators.layouts import (
     with_length,
 )
 from tessel.operators.restriction import ParRestriction
-from tessel.operators.tasks import OperatorTask, Summands, Waiting, cheapest, grouped
+from tessel.operators.tasks import OperatorTask, Waiting, cheapest, grouped
 
 
+@dataclass(frozen=True)
 class _Step:
     """What is done with a tensor, which lies in one way before it and in one afterwards."""
 
@@ -48,8 +49,6 @@ class _Step:
 class Local(_Step):
     """Tasks that each worker does with what it has, in one call."""
 
-    before: Layout
-    after: Layout
     group: tuple[OperatorTask, ...]
 
 
@@ -57,16 +56,11 @@ class Local(_Step):
 class Transfer(_Step):
     """The tensor is rearranged."""
 
-    before: Layout
-    after: Layout
-
 
 @dataclass(frozen=True)
 class Branches(_Step):
     """The results of several plans are added."""
 
-    before: Layout
-    after: Layout
     plans: tuple[OperatorPlan, ...]
 
 
@@ -171,8 +165,8 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
         fits = all(
             len(there.cuts[dim].intervals) == 1
             for task in local.group
-            for dim, mixes in zip(task.dims, task.actor.mixes, strict=True)
-            if mixes or isinstance(task.actor, ParRestriction)
+            for dim in task.dims
+            if dim in task.mixed or isinstance(task.actor, ParRestriction)
         )
         if is_needed or not fits:
             stay = [local, *stay]
@@ -244,7 +238,7 @@ def _possible(
 
     def is_possible(task: OperatorTask) -> bool:
         # A sum along all dimensions is possible anywhere: its terms are planned on their own.
-        is_sum = isinstance(task.actor, Summands) and len(task.dims) == len(state.shape)
+        is_sum = bool(task.terms) and len(task.dims) == len(state.shape)
         return task not in without and (_is_local(task, state) or is_sum)
 
     for task in cheapest(waiting, is_possible):
@@ -252,8 +246,8 @@ def _possible(
         if not _is_local(task, state):
             # The last sum can end where the result shall lie; others leave that to what follows.
             # The first term decides where all results lie: they are added there, part by part.
-            plans = [make_plan(task.actor.operators[0], state, None if waiting else target)]
-            for operator in task.actor.operators[1:]:
+            plans = [make_plan(task.terms[0], state, None if waiting else target)]
+            for operator in task.terms[1:]:
                 plans.append(make_plan(operator, state, plans[0].target))
             branches = Branches(state, plans[0].target, tuple(plans))
         state = _after(task, state) if branches is None else branches.after

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tessel import transport
 from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed, same
 from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
@@ -47,11 +46,7 @@ class ParReduce(Leaf):
         lengths = tuple(checked_length("ParReduce", "each length", n) for n in shape or ())
         self.source = self.target = TensorSpace(lengths, checked_dtype("ParReduce", T))
         self.partition = world() if partition is None else partition
-        self.prepare()
-
-    def prepare(self) -> transport.Group:
-        """Make the group that sums, all workers together: in the constructor, or a copy's call."""
-        return self.partition.prepare()
+        self.partition.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
@@ -74,7 +69,7 @@ class ParReduce(Leaf):
         if not self.partition.active:
             return x.clone()
         # Copies of a sum are one shared value: where some worker needs its gradient, all do.
-        self.prepare()  # of a copy
+        self.partition.prepare()  # of a copy
         operator, meta = self._agreement.agree_on(x)
         return operator.apply(grad_alike(as_agreed(x, meta, True), meta))
 

@@ -8,18 +8,16 @@ from math import prod
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
-from tessel.operators.layouts import alike, box_of, common_numel, is_whole
+from tessel.operators.layouts import alike, box_of, is_whole
 from tessel.operators.leaf import Leaf
 from tessel.operators.planning import Local, OperatorPlan
-from tessel.operators.tasks import OperatorTask, Summands
+from tessel.operators.tasks import OperatorTask
 
 Storage = dict[Leaf, Layout]
 
 
 def leaves_of(task: OperatorTask) -> tuple[Leaf, ...]:
     """The leaves with parameters that a task uses."""
-    if isinstance(task.actor, Summands):
-        return tuple(leaf for each in task.actor.operators for leaf in each.leaves)
     return getattr(task.actor, "leaves", ())
 
 
@@ -34,7 +32,7 @@ def needed(leaf: Leaf, task: OperatorTask, here: Layout) -> Layout:
     """What workers need of a parameter to do a task on a tensor that lies so."""
     shape = leaf.parameter_shape
     assert shape is not None
-    if isinstance(task.actor, Summands):
+    if task.terms:
         return whole(leaf, here)
     cuts = (
         Cut.whole(length) if dim is None else here.cuts[task.dims[dim]]
@@ -82,9 +80,9 @@ def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int
             takers, numel = takers * len(lengths), numel * sum(lengths)
     else:
         everyone = _neighbours(stored.partition, worker, along)
-        taken = [common_numel(own, box_of(used, there)) for there in everyone]
+        taken = [boxes.common_volume(own, box_of(used, there)) for there in everyone]
         takers, numel = sum(count > 0 for count in taken), sum(taken)
-    stays = common_numel(own, box_of(used, worker))
+    stays = boxes.common_volume(own, box_of(used, worker))
     return numel - stays, takers - (stays > 0)
 
 

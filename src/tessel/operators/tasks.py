@@ -26,8 +26,13 @@ Values = Mapping[Any, Tensor]  # of parameters, by leaf
 class OperatorTask:
     """Something that acts along `dims` of a tensor: a leaf, a number or a sum."""
 
-    actor: Any  # Leaf, Scaling or Summands
+    actor: Any  # Leaf, Scaling or OperatorSum
     dims: tuple[int, ...]
+
+    @cached_property
+    def terms(self) -> tuple[Any, ...]:
+        """The operators whose results are added, if it is a sum."""
+        return getattr(self.actor, "terms", ())
 
     @cached_property
     def source(self) -> TensorSpace:
@@ -40,6 +45,8 @@ class OperatorTask:
     @cached_property
     def mixed(self) -> tuple[int, ...]:
         """The dimensions that must be whole."""
+        if self.terms:
+            return self.dims
         return tuple(dim for dim, mixes in zip(self.dims, self.actor.mixes, strict=True) if mixes)
 
     @property
@@ -57,14 +64,14 @@ class OperatorTask:
     @cached_property
     def changes_numbers(self) -> bool:
         """Whether numbers become complex or real, be it in between only."""
-        if isinstance(self.actor, Summands):
-            return self.actor.changes_numbers
+        if self.terms:
+            return any(task.changes_numbers for each in self.terms for task in each.expand(0))
         return self.makes_complex or self.makes_real
 
     @property
     def is_complex_linear(self) -> bool:
-        if isinstance(self.actor, Summands):
-            return self.actor.is_complex_linear
+        if self.terms:
+            return all(each.is_complex_linear for each in self.terms)
         return not self.makes_real
 
     @cached_property
@@ -77,11 +84,18 @@ class OperatorTask:
     @cached_property
     def effort(self) -> float:
         """The operations for each number of the input, at least one."""
-        if isinstance(self.actor, Summands):
+        if self.terms:
             return 1.0
         shape = self.source.shape
         flops: float = self.actor.flops(shape, tuple(range(len(shape))))
         return max(1.0, flops / max(1, self.source.numel))
+
+    def flops(self, shape: Shape) -> float:
+        """How many operations it takes on a local tensor of this shape."""
+        if self.terms:
+            return sum(count_flops(each.expand(self.dims[0]), shape) for each in self.terms)
+        found: float = self.actor.flops(shape, self.dims)
+        return found
 
     def resized(self, shape: Shape) -> Shape:
         """The shape of the result for a tensor of this shape."""
@@ -114,7 +128,6 @@ class Scaling:
         return self.domain
 
     mixes = ()
-    is_nothing = False
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         return x * self.number
@@ -123,41 +136,11 @@ class Scaling:
         return float(prod(shape))
 
 
-@dataclass(frozen=True, eq=False)
-class Summands:
-    """Operators whose results are added."""
-
-    operators: tuple[Any, ...]
-
-    @property
-    def domain(self) -> TensorSpace:
-        return self.operators[0].domain
-
-    @property
-    def codomain(self) -> TensorSpace:
-        return self.operators[0].codomain
-
-    @property
-    def mixes(self) -> tuple[bool, ...]:
-        return (True,) * len(self.domain.shape)
-
-    @property
-    def is_complex_linear(self) -> bool:
-        return all(each.is_complex_linear for each in self.operators)
-
-    @cached_property
-    def changes_numbers(self) -> bool:
-        return any(task.changes_numbers for each in self.operators for task in each.expand(0))
-
-    def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
-        return sum(count_flops(each.expand(dims[0]), shape) for each in self.operators)
-
-
 def count_flops(tasks: Iterable[OperatorTask], shape: Shape) -> float:
     """The operations of tasks, one after the other, on a tensor of this shape."""
     total = 0.0
     for task in tasks:
-        total += task.actor.flops(shape, task.dims)
+        total += task.flops(shape)
         shape = task.resized(shape)
     return total
 
@@ -194,7 +177,7 @@ class Waiting:
         for each in self.tasks[self.tasks.index(task) :]:
             if each is not task and not set(each.dims) & set(task.dims):
                 continue
-            if isinstance(each.actor, Summands) and each is not task:
+            if each.terms and each is not task:
                 break  # its effort is not known before its terms are planned
             effort += growth * each.effort
             growth *= each.growth
@@ -265,8 +248,8 @@ def perform_group(group: tuple[OperatorTask, ...], x: Tensor, values: Values) ->
     actor, dims = group[0].actor, group[0].dims
     if len(group) > 1:
         return actor.act_together([(each.actor, each.dims[0]) for each in group], x)
-    if isinstance(actor, Summands):
-        terms = (ordered(tuple(each.expand(dims[0]))) for each in actor.operators)
+    if group[0].terms:
+        terms = (ordered(tuple(each.expand(dims[0]))) for each in group[0].terms)
         first, *others = [perform(groups, x, values) for groups in terms]
         return sum(others, first)
     value = values.get(actor.base) if hasattr(actor, "base") else None

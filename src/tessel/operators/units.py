@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
+
+MOST_RANKED = 8  # rows
 
 
 def table_of_numbers(first: str, *others: str, header_style: str = "bold") -> Table:
@@ -12,6 +18,15 @@ def table_of_numbers(first: str, *others: str, header_style: str = "bold") -> Ta
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
     return table
+
+
+def ranking(first: str, *others: str, rows: Sequence[Sequence[str]]) -> Group:
+    """A table of what was compared, the best first, of which it shows a few."""
+    table = table_of_numbers(first, *others)
+    for number, row in enumerate(rows[:MOST_RANKED]):
+        table.add_row(*row, style="" if number else "bold green")
+    left = len(rows) - MOST_RANKED
+    return Group(table, *([Text(f"and {left} more, slower")] if left > 0 else []))
 
 
 def num_bytes(count: float) -> str:

@@ -483,11 +483,6 @@ def _exchange_event(notes: ThreadNotes) -> Event:
     return Event(MOVING, notes, operator, notes.texts[-1] if notes.texts else "")
 
 
-def _readers(sent: _Bytes) -> tuple[int, ...]:
-    """The workers that read what they get where it lies: its owner waits until they have."""
-    return tuple(worker for worker, num_bytes in sent.items() if num_bytes > LARGE_FOR_ENGINE)
-
-
 @contextmanager
 def exchange(
     recorder: Recorder,
@@ -509,7 +504,8 @@ def exchange(
     own = this_worker()
     event.sent = {each.worker: each.tensor.nbytes for each in sends if each.worker != own}
     come = {each.worker: each.place.nbytes for each in receives if each.worker != own}
-    readers = _readers(event.sent)
+    # who read what they get where it lies: its owner waits until they have
+    readers = tuple(worker for worker, size in event.sent.items() if size > LARGE_FOR_ENGINE)
     if at_once:
         event.received, event.others = come, readers
     with noted(notes, event):

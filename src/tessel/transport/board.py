@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tessel.transport.segment import Segment
 from tessel.transport.wakeup import END as AFTER_WAKEUP
@@ -75,30 +75,6 @@ class Status(NamedTuple):
         return cls(state, text, tuple(map(int, needs)), pairs, *numbers, notes, counts)
 
 
-class Board(Protocol):
-    """Where workers say what they do, and that the job is broken."""
-
-    def post(self, status: Status) -> None:
-        """Say what this worker does."""
-        ...
-
-    def read(self, worker: int) -> Status:
-        """What another worker does; that it is busy if it has said nothing."""
-        ...
-
-    def break_job(self, why: str) -> None:
-        """Write why the job is broken, unless another worker has; `pass_on` lets all see it."""
-        ...
-
-    def pass_on(self) -> None:
-        """Let all see that the job is broken, of whom the one who said so may not have come to."""
-        ...
-
-    def why_broken(self) -> str:
-        """Why the job is broken; nothing as long as it is not."""
-        ...
-
-
 class MemoryBoard:
     """A board in the segments of the workers of one host.
 
@@ -120,12 +96,14 @@ class MemoryBoard:
         self.alarm = own.words[_ALARM : _ALARM + 1]
 
     def post(self, status: Status) -> None:
+        """Say what this worker does."""
         words, said = self._segments[self._worker].words, status.packed()
         words[_VERSION] += 1  # odd: it is being written
         self._write(_TEXT, said.ljust(LENGTH))
         words[_VERSION] += 1
 
     def read(self, worker: int) -> Status:
+        """What another worker does; that it is busy if it has said nothing."""
         words = self._segments[worker].words
         for _ in range(100):  # it is written in microseconds
             version = words[_VERSION]
@@ -135,6 +113,7 @@ class MemoryBoard:
         return Status()
 
     def break_job(self, why: str) -> None:
+        """Write why the job is broken, unless another worker has; `pass_on` lets all see it."""
         words, said = self._segments[self._worker].words, why.encode()[:LENGTH]
         if not words[_ALARM]:
             self._write(_ALARM_TEXT, said.ljust(LENGTH))
@@ -142,6 +121,7 @@ class MemoryBoard:
             words[_ALARM] = self._worker + 1
 
     def pass_on(self) -> None:
+        """Let all see that the job is broken, of whom the one who said so may not have come to."""
         alarm = self.alarm[0]
         for worker, segment in self._segments.items():
             if not segment.words[_ALARM]:
@@ -150,6 +130,7 @@ class MemoryBoard:
                 self._wakeups[worker].notify()
 
     def why_broken(self) -> str:
+        """Why the job is broken; nothing as long as it is not."""
         if not self.alarm[0]:
             return ""
         words = self._segments[self.alarm[0] - 1].words
@@ -162,7 +143,7 @@ class MemoryBoard:
 
 
 class StoreBoard:
-    """A board in the store of `torch.distributed`.
+    """The same in the store of `torch.distributed`.
 
     The store may be behind a link that was cut: then it does not answer, for minutes, and torch has
     no time limit for that. So it is asked in a thread of its own, over a connection of its own, and
@@ -223,3 +204,6 @@ class StoreBoard:
         if errors:
             raise errors[0]
         return answers[0]
+
+
+Board = MemoryBoard | StoreBoard

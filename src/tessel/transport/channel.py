@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from tessel.transport.board import END
@@ -47,9 +46,7 @@ from tessel.transport.constants import (
     WHOLE,
 )  # fmt: skip
 from tessel.transport.copy_program import StartedExchange
-from tessel.transport.reading import Reader
 from tessel.transport.request import (
-    FailedMessage,
     Key,
     OutOfStep,
     ReceiveRequest,
@@ -57,7 +54,9 @@ from tessel.transport.request import (
     Rendezvous,
     SendRequest,
     SendWords,
+    Slot,
     UnexpectedMessage,
+    failed_message,
     told,
 )
 from tessel.transport.segment import Segment
@@ -67,8 +66,7 @@ from tessel.transport.wakeup import Wakeup
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
-Message = SendRequest | SendWords | Rendezvous | FailedMessage
-VIEWS = 512  # tensors that a channel remembers
+Message = SendRequest | SendWords | Rendezvous
 
 
 @dataclass(frozen=True)
@@ -103,50 +101,6 @@ class SegmentMap:
     @property
     def size(self) -> int:
         return self.slots(self.num_workers)
-
-
-class Slot:
-    """Room for one piece."""
-
-    __slots__ = ("_bytes", "_views", "_words", "header", "reader")
-
-    header: memoryview  # the one that names the slot now
-
-    def __init__(self, segment: Segment, start: int, size: int) -> None:
-        self._words = segment.words[start // 8 : (start + size) // 8]
-        with torch.inference_mode(False):
-            self._bytes = segment.bytes[start : start + size]
-        self.reader: Reader | None = None
-        self._views: dict[tuple[torch.dtype, tuple[int, ...], int], Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that are in the slot."""
-        return self.header[PART]
-
-    @num_bytes.setter
-    def num_bytes(self, count: int) -> None:
-        self.header[PART] = count
-
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """What is in the slot as a contiguous tensor."""
-        # Kept, since a slice and two views take microseconds, as a small message does.
-        begin = self.header[OFFSET]
-        if (view := self._views.get((dtype, shape, begin))) is not None:
-            return view
-        if len(self._views) >= VIEWS // SLOTS:
-            self._views.clear()
-        with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            size = torch.Size(shape).numel() * dtype.itemsize
-            view = self._bytes[begin : begin + size].view(dtype).view(shape)
-        self._views[dtype, shape, begin] = view
-        return view
-
-    def read_words(self, count: int) -> bytes:
-        return self._words[:count].tobytes()
-
-    def write_words(self, words: memoryview) -> None:
-        self._words[: len(words)] = words
 
 
 class Channel:
@@ -210,7 +164,7 @@ class Outgoing(Channel):
             slot.tensor(tensor.dtype, tensor.shape).copy_(tensor)
             slot.num_bytes = num_bytes
         except BaseException as error:
-            FailedMessage(key, 0, num_bytes, error).write(slot)
+            failed_message(key, 0, num_bytes, error).write(slot)
             raise
         finally:  # the receiver waits for it, whatever it is
             slot.header[GROUP], slot.header[CALL] = key
@@ -238,7 +192,7 @@ class Outgoing(Channel):
             message.write(slot)
         except BaseException as error:
             # The receiver may have pieces of it already, and would take what comes for the rest.
-            FailedMessage(message.key, message.worker, message.num_bytes, error).write(slot)
+            failed_message(message.key, message.worker, message.num_bytes, error).write(slot)
             message.is_gone = True
             raise
         finally:

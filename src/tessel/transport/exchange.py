@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tessel.transport import wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.host import Awaited, Host
@@ -153,29 +150,3 @@ class Exchange:
         host = self._ways.host
         assert host is not None
         host.wait(awaited, self._messages if messages is None else messages, self._ways.others)
-
-
-def swap(
-    ways: Ways,
-    key: Key,
-    sends: Sequence[SendBuffer],
-    receives: Sequence[ReceiveBuffer],
-    device: torch.device,
-) -> Callable[[], list[Tensor]]:
-    """Let messages travel in one collective; what waits for them, and gives them as they came.
-
-    Those for which there is one contiguous place come to it.
-    """
-    own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
-    others = [buffer for buffer in sends if buffer.worker != ways.worker]
-    # On a GPU the number would have to be waited for: there the next agreement compares it.
-    number = key[1] if device.type == "cpu" else None
-    come = [buffer for buffer in receives if buffer.worker != ways.worker]
-    parts, wait = wire.swap(ways.workers, others, come, device, ways.handle, number)
-
-    def receive() -> list[Tensor]:
-        wait()
-        came = iter(parts)
-        return [own[0] if each.worker == ways.worker else next(came) for each in receives]
-
-    return receive

@@ -23,7 +23,7 @@ from tessel.transport.constants import NOTHING
 from tessel.transport.copy_program import CopyProgram, Place, keep_unchanged
 from tessel.transport.device_exchange import DeviceExchange
 from tessel.transport.device_wait import DeviceWait
-from tessel.transport.exchange import Exchange, Ways, swap
+from tessel.transport.exchange import Exchange, Ways
 from tessel.transport.host import Again, Give, Host, Take
 from tessel.transport.links import Links
 from tessel.transport.mailbox import Mailboxes
@@ -226,17 +226,27 @@ class Group:
         receives: Sequence[ReceiveBuffer],
         device: torch.device,
     ) -> Callable[[], list[Tensor]]:
-        """One collective for all messages; the result waits for what comes."""
-        ways = self._ways
-        wait = self.attempt_by_wire(lambda: swap(ways, key, sends, receives, device), key)
+        """One collective for all messages; the result waits for what comes, and gives it.
 
-        def come() -> list[Tensor]:
-            values = wait()
+        Messages for which there is one contiguous place come to it.
+        """
+        ways = self._ways
+        own = [each.tensor for each in sends if each.worker == ways.worker]
+        go = [each for each in sends if each.worker != ways.worker]
+        come = [each for each in receives if each.worker != ways.worker]
+        # On a GPU the number would have to be waited for: there the next agreement compares it.
+        number = key[1] if device.type == "cpu" else None
+        given = ways.workers, go, come, device, ways.handle, number
+        parts, wait = self.attempt_by_wire(lambda: wire.swap(*given), key)
+
+        def arrive() -> list[Tensor]:
+            wait()
             if device.type == "cuda":  # whose stream waits, not the host
                 self._watch_device(key)
-            return values
+            came = iter(parts)
+            return [own[0] if each.worker == ways.worker else next(came) for each in receives]
 
-        return come
+        return arrive
 
     def bring(
         self, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer], device: torch.device
@@ -328,11 +338,7 @@ class Group:
         self.exchange(sends, receives, device, dense)()
 
     def program(
-        self,
-        dtype: torch.dtype,
-        gives: Sequence[Give],
-        takes: Sequence[Take],
-        early: bool = False,
+        self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take], early: bool = False
     ) -> CopyProgram | None:
         """An exchange with workers of this host alone, prepared, if it can be.
 
@@ -412,7 +418,7 @@ class Group:
 
         def take() -> None:
             read = (x,) if room is None else (x, room)
-            unread = host.await_readers(key, program.readers, *read)
+            unread = host.await_readers(key, ((each, 0) for each in program.readers), *read)
             host.take(key, receives, own, ways.others)
             if unread:
                 host.wait((), unread, ways.others)

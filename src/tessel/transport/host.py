@@ -8,7 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tessel import endings
 from tessel.errors import WorkerLost
-from tessel.limits import time_limit
+from tessel.limits import seconds_to_wait
 from tessel.machine import usable_cores
 from tessel.transport.backoff import SPINS, SPINS_FOR_HOSTS, YIELDS, Backoff
 from tessel.transport.board import MemoryBoard
@@ -34,10 +34,9 @@ from tessel.transport.copy_program import (
     engine,
     has_engine,
 )
-from tessel.transport.process import PeerProcess
-from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_read, is_pinned
+from tessel.transport.process import PeerProcess, check_not_forked
+from tessel.transport.reading import Reader, allow_siblings, can_be_read, is_pinned, staging_room
 from tessel.transport.request import (
-    FailedMessage,
     Key,
     NotSent,
     OutOfStep,
@@ -46,6 +45,7 @@ from tessel.transport.request import (
     Rendezvous,
     SendRequest,
     SendWords,
+    failed_message,
 )
 from tessel.transport.segment import Address, Segment
 from tessel.transport.wakeup import FOR_GOOD, Wakeup
@@ -61,25 +61,11 @@ LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
 # A quarter where copies come as well: two workers that read each other's memory are as fast.
 MOST_WRITTEN = 2**20
 MOST_PACKED = 2**25  # bytes that a worker packs, and keeps room for; more goes through slots
-USUAL_LIMIT = 1800.0  # seconds, torch's own
 ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
 Give = tuple[int, Place]  # to a worker, from a place
 Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
 # makes an exchange again: its output, None, or what is left of it (`engine.repeat`)
 Again = Callable[[Tensor], Any]
-
-
-class Far(Protocol):
-    """What carries messages to other hosts, for as long as this worker looks after it."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether messages are under way."""
-        ...
-
-    def progress(self) -> bool:
-        """Look after them; whether there was progress."""
-        ...
 
 
 class Host:
@@ -98,7 +84,7 @@ class Host:
         self._map = SegmentMap(len(self.workers))
         # settings that are refused raise before there is memory, whose descriptor would stay open
         self._has_engine = has_engine()
-        limit = time_limit()
+        self._limit = seconds_to_wait()
         allow_siblings()
         self._segment, self.address = Segment.make(self._map.size)
         self._outgoing = {
@@ -112,20 +98,20 @@ class Host:
         self._wakeups: dict[int, Wakeup] = {}
         self._segments = {worker: self._segment}
         self.watch = Watch()
-        self.far: Far | None = None  # what carries messages to other hosts, if that is ours to do
+        # what carries messages to other hosts, if that is ours to do: `Mpi`, which knows this class
+        self.far: Any = None
         self._processes: dict[int, PeerProcess] = {}
         self._wakeup = Wakeup(self._segment)
         self._wakeup.initialise()
         self._direct = False
         self._room: Tensor | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # methods that hold it call each other
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
         self._looks = self._spins or YIELDS
         slot_size = self._map.slot_size
         self._small = min(LARGE - 1, slot_size)  # bytes of what is sent in one slot
         self._small_for_engine = min(LARGE_FOR_ENGINE - 1, slot_size)
-        self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
 
     def connect(self, addresses: dict[int, Address], processes: dict[int, PeerProcess]) -> None:
         """Open the segments of the others; OSError if one cannot be reached."""
@@ -156,7 +142,7 @@ class Host:
 
     def can_read(self, addresses: dict[int, Address]) -> bool:
         """Whether the system lets this worker read the memory of all others."""
-        staging = Staging(self._map.slot_size)
+        staging = staging_room(self._map.slot_size)
         for other, incoming in self._incoming.items():
             reader = Reader(addresses[other].pid, staging)
             if not reader.probe(addresses[other].start, addresses[other].token):
@@ -205,7 +191,7 @@ class Host:
                     messages.append(message)
             except BaseException as error:  # all who wait for something of it hear that
                 for worker, tensor in waiting:
-                    self._send(FailedMessage(key, worker, tensor.nbytes, error))
+                    self._send(failed_message(key, worker, tensor.nbytes, error))
                 raise
         return messages
 
@@ -378,7 +364,7 @@ class Host:
                         self._incoming[buffer.worker].adopt()
                         if number in started.requests:
                             awaited.append((buffer.worker, started.requests[number]))
-                unread = self._unread(started.key, started.readers, started.x)
+                unread = self.await_readers(started.key, started.readers, started.x)
         if not is_done:
             self.wait(awaited, unread, group)
         with self._lock:
@@ -409,27 +395,27 @@ class Host:
         with self._lock:
             return engine.share(program.address, said, size, call)
 
-    def await_readers(self, key: Key, workers: Iterable[int], *read: Tensor) -> list[Rendezvous]:
-        """What these workers still have to read, which the messages keep alive until then."""
-        with self._lock:
-            return self._unread(key, ((worker, 0) for worker in workers), *read)
-
-    def _unread(
+    def await_readers(
         self, key: Key, readers: Iterable[tuple[int, int]], *read: Tensor
     ) -> list[Rendezvous]:
+        """What others still have to read, which the messages keep alive until then.
+
+        Args:
+            key: of the messages.
+            readers: who reads, and how many slots were filled with it; 0 for what came last.
+            read: the tensors.
+        """
         unread = []
-        for worker, filled in readers:
-            message = Rendezvous(key, worker, *read)
-            if self._outgoing[worker].await_readers(message, filled):
-                unread.append(message)
-                self._held.add(worker)
+        with self._lock:
+            for worker, filled in readers:
+                message = Rendezvous(key, worker, *read)
+                if self._outgoing[worker].await_readers(message, filled):
+                    unread.append(message)
+                    self._held.add(worker)
         return unread
 
     def begin_swap(
-        self,
-        key: Key,
-        sends: Sequence[SendBuffer],
-        receives: Sequence[ReceiveBuffer],
+        self, key: Key, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer]
     ) -> bool:
         """Send what fits slots, for `take` to wait for what comes; False if there is no room.
 
@@ -461,17 +447,13 @@ class Host:
                     channel.post(key, tensor, num_bytes)
             except BaseException as error:
                 for channel, _, num_bytes in messages:
-                    channel.send(FailedMessage(key, 0, num_bytes, error))
-                self._expect(key, receives, False)
+                    channel.send(failed_message(key, 0, num_bytes, error))
+                self.expect(key, receives, False)
                 raise
         return True
 
     def take(
-        self,
-        key: Key,
-        receives: Sequence[ReceiveBuffer],
-        own: Tensor | None,
-        group: Sequence[int],
+        self, key: Key, receives: Sequence[ReceiveBuffer], own: Tensor | None, group: Sequence[int]
     ) -> None:
         """Take what comes, in order; `own` is what this worker gives itself."""
         waiting = deque(receives)
@@ -504,17 +486,14 @@ class Host:
 
     def expect(self, key: Key, receives: Iterable[ReceiveBuffer], ordered: bool) -> list[Awaited]:
         """Name the places for what is to come, all open at once, or closed until opened."""
-        with self._lock:
-            return self._expect(key, receives, ordered)
-
-    def _expect(self, key: Key, receives: Iterable[ReceiveBuffer], ordered: bool) -> list[Awaited]:
         awaited: list[Awaited] = []
-        for worker, place, adds in receives:
-            if worker != self.worker:
-                slot_size = self._map.slot_size
-                request = ReceiveRequest(key, place, adds, slot_size, is_open=not ordered)
-                self._incoming[worker].expect(request)
-                awaited.append((worker, request))
+        with self._lock:
+            for worker, place, adds in receives:
+                if worker != self.worker:
+                    slot_size = self._map.slot_size
+                    request = ReceiveRequest(key, place, adds, slot_size, is_open=not ordered)
+                    self._incoming[worker].expect(request)
+                    awaited.append((worker, request))
         return awaited
 
     def say_words(self, key: Key, words: bytes, others: Sequence[int]) -> list[SendWords]:
@@ -605,7 +584,7 @@ class Host:
         """Send what waits for room, and take what came; whether there was anything."""
         moved = self.far is not None and self.far.progress()
         with self._lock:
-            moved = self._push_held() or moved
+            moved = self.push_held() or moved
             for worker, _ in awaited:
                 moved = self._pull(worker) or moved
             # Others may wait until this worker has read what they keep for it.
@@ -629,19 +608,16 @@ class Host:
         return backoff.await_any(ends)
 
     def push_held(self) -> bool:
-        """Send what waits for room, for a worker that waits elsewhere; whether there was any."""
+        """Send what waits for room; whether there was any."""
         if not self._held:
             return False
-        with self._lock:
-            return self._push_held()
-
-    def _push_held(self) -> bool:
         moved = False
-        for worker in list(self._held):
-            channel = self._outgoing[worker]
-            moved = channel.push() or moved
-            if not channel.is_busy:
-                self._held.discard(worker)
+        with self._lock:
+            for worker in list(self._held):
+                channel = self._outgoing[worker]
+                moved = channel.push() or moved
+                if not channel.is_busy:
+                    self._held.discard(worker)
         return moved
 
     def _pull(self, worker: int) -> bool:
@@ -668,8 +644,4 @@ class Host:
         )
 
     def _check_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from worker {self.worker} and cannot take part "
-                f"in its exchanges"
-            )
+        check_not_forked(self._owner, self.worker)

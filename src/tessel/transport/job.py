@@ -17,21 +17,16 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.distributed as dist
 
 from tessel import endings
-from tessel.limits import time_limit
+from tessel.limits import seconds_to_wait, time_limit
 from tessel.settings import chosen, text
 from tessel.transport import mpi, semaphore, wire, world
 from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
-from tessel.transport.host import USUAL_LIMIT, Host
+from tessel.transport.host import Host
 from tessel.transport.links import MOST_HOSTS, Links
 from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
-from tessel.transport.world import (
-    CAN_BE_DISTRIBUTED,
-    is_distributed,
-    num_workers,
-    this_worker,
-)
+from tessel.transport.world import CAN_BE_DISTRIBUTED, is_distributed, num_workers, this_worker
 
 F = TypeVar("F", bound=Callable[..., Any])
 TRANSPORTS = ("auto", "shared", "gloo", "mpi")
@@ -61,9 +56,9 @@ def _leave_at_exit() -> None:
         watch = _current.membership.watch
         if watch.alarm[0]:
             # MPI waits for all processes before the first may end: for ever, if one has stopped.
-            limit = time_limit()
+            limit = seconds_to_wait()
             _end_program(error)
-            if not watch.have_all_ended(USUAL_LIMIT if limit is None else limit.total_seconds()):
+            if not watch.have_all_ended(limit):
                 mpi.abort()
     leave(error)
 
@@ -142,7 +137,10 @@ _listeners: list[Callable[[], None]] = []
 def group_of(workers: Iterable[int]) -> Group:
     """The group of these workers; made by all workers of the job together the first time."""
     ranks = tuple(sorted(workers))
-    return cast(Group, Supposed(ranks)) if ranks[0] < 0 else _job().group(ranks)
+    if ranks[0] < 0:
+        why = f"workers {ranks} are placeholders and cannot communicate"
+        return cast(Group, Unreachable(why, ranks))
+    return _job().group(ranks)
 
 
 def chosen_transport() -> str:
@@ -195,24 +193,18 @@ LEFT = (
 def _cut_off(group: Group) -> None:
     """Take from a group what it sends by, so that threads of the process group can end."""
     group.handle = None
-    group.__dict__["_ways"] = _Left()
-
-
-class _Left:
-    """In the place of what a group sends by, when the job has been left: every use says so."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"these workers cannot be reached: {LEFT}")
+    group.__dict__["_ways"] = Unreachable()
 
 
 @dataclass(frozen=True)
-class Supposed:
-    """Workers of which some are only supposed, as negative numbers say: nobody can talk to them.
+class Unreachable:
+    """In the place of a group, or of what it sends by: every use says why nobody is reached.
 
-    What would be sent can be planned for them, and every attempt to send it raises.
+    What would be sent can be planned for workers that are only supposed, as negative numbers say.
     """
 
-    workers: tuple[int, ...]
+    why: str = f"these workers cannot be reached: {LEFT}"
+    workers: tuple[int, ...] = ()
     num_calls: ClassVar[int] = 0
 
     @property
@@ -220,7 +212,7 @@ class Supposed:
         return len(self.workers)
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"workers {self.workers} are placeholders and cannot communicate")
+        raise RuntimeError(self.why)
 
 
 @dataclass
@@ -252,7 +244,7 @@ class _Job:
             self.membership.links.close()
         if self.membership.host is not None:
             self.membership.host.leave()
-            self.membership.host = cast(Host, _Left())
+            self.membership.host = cast(Host, Unreachable())
         for group in self.groups.values():
             _cut_off(group)
 

@@ -14,7 +14,7 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tessel.machine import interface_of, loopback
+from tessel.settings import as_whole_number
 
 CHOICE = "TESSEL_LAUNCHER"
 FIRST_PORT, NUM_PORTS = 20000, 8192  # below the ports that systems give away by themselves
@@ -49,6 +50,10 @@ class Launcher:
         local_rank: its number among those of its host.
         local_workers: how many tasks its host has.
         job: what is the same for all tasks of one start, and another for each start.
+        server: one of these it sets for a process that it has started, and users set none of them:
+            MPI finds the others by it.
+        is_mpirun: whether tasks are those of an MPI library.
+        passes: how its users pass on MASTER_ADDR.
     """
 
     name: str
@@ -58,6 +63,9 @@ class Launcher:
     local_rank: tuple[str, ...]
     local_workers: tuple[str, ...]
     job: tuple[str, ...]
+    server: tuple[str, ...]
+    is_mpirun: bool = True
+    passes: str = ""
 
 
 OPEN_MPI = Launcher(
@@ -68,6 +76,8 @@ OPEN_MPI = Launcher(
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_workers=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    server=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    passes="-x MASTER_ADDR=…",
 )
 MVAPICH = Launcher(
     "mvapich",
@@ -77,6 +87,7 @@ MVAPICH = Launcher(
     local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
     local_workers=("MV2_COMM_WORLD_LOCAL_SIZE",),
     job=("PMI_JOBID",),
+    server=("PMI_FD", "PMI_PORT"),
 )
 MPICH = Launcher(  # Intel MPI and others have the same process manager, Hydra; Cray's has PALS
     "mpich",
@@ -86,6 +97,8 @@ MPICH = Launcher(  # Intel MPI and others have the same process manager, Hydra; 
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
     local_workers=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
     job=("PMI_JOBID", "PALS_APID"),
+    server=("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PALS_APID"),
+    passes="-genv MASTER_ADDR …",
 )
 JSRUN = Launcher(
     "jsrun",
@@ -95,6 +108,8 @@ JSRUN = Launcher(
     local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
     local_workers=("JSM_NAMESPACE_LOCAL_SIZE",),
     job=("PMIX_NAMESPACE", "LSB_JOBID"),
+    server=("PMIX_NAMESPACE",),
+    passes="-E MASTER_ADDR=…",
 )
 FLUX = Launcher(
     "flux",
@@ -104,6 +119,9 @@ FLUX = Launcher(
     local_rank=("FLUX_TASK_LOCAL_ID",),
     local_workers=(),  # all of them if there is one host, see `_local`
     job=("FLUX_JOB_ID",),
+    server=("PMIX_NAMESPACE", "PMI_FD"),
+    is_mpirun=False,
+    passes="--env=MASTER_ADDR=…",
 )
 SLURM = Launcher(
     "slurm",
@@ -111,8 +129,10 @@ SLURM = Launcher(
     rank=("SLURM_PROCID",),
     workers=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_rank=("SLURM_LOCALID",),
-    local_workers=(),  # it is listed, see `_local_tasks`
+    local_workers=(),  # it is listed, see `_local`
     job=("SLURM_JOB_ID", "SLURM_JOBID"),
+    server=("PMIX_NAMESPACE", "PMI_FD", "PMI_JOBID"),
+    is_mpirun=False,
 )
 # MPI first: where mpirun runs in a job of SLURM, it starts its daemons by srun, one for each host,
 # and what their variables say is passed on to the tasks.
@@ -301,12 +321,7 @@ def _is_present(environ: Environ, launcher: Launcher) -> bool:
 def _number(environ: Environ, names: tuple[str, ...]) -> int | None:
     """The number that the first of these variables has that is set."""
     name = next((name for name in names if environ.get(name)), None)
-    if name is None:
-        return None
-    said = environ[name]
-    if not (said.isascii() and said.isdigit() and len(said) < 10):
-        raise ValueError(f"{name} must be a whole number of 0 or more, got {said!r}")
-    return int(said)
+    return None if name is None else as_whole_number(name, environ[name])
 
 
 def _said(environ: Environ, names: tuple[str, ...]) -> str:
@@ -401,14 +416,11 @@ def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host:
             words = []
         if words:
             return words[0]
-    passed = {
-        **{"openmpi": "-x MASTER_ADDR=…", "mpich": "-genv MASTER_ADDR …"},
-        **{"jsrun": "-E MASTER_ADDR=…", "flux": "--env=MASTER_ADDR=…"},
-    }.get(launcher.name)
+    passed = f", or {launcher.passes}" if launcher.passes else ""
     raise ValueError(
         f"{launcher.command} has started {workers} tasks, on several hosts or on an unknown "
         "number of them, and their meeting point is unknown: set MASTER_ADDR to an address of "
-        f"the host of task 0; export MASTER_ADDR=…{f', or {passed}' if passed else ''}, or "
+        f"the host of task 0; export MASTER_ADDR=…{passed}, or "
         f"{CHOICE}=none if each task is to be a world of its own"
     )
 
@@ -420,47 +432,36 @@ def hosts_of(listing: str) -> Iterator[str]:
     >>> list(hosts_of("node[01-03,7],gpu-a"))
     ['node01', 'node02', 'node03', 'node7', 'gpu-a']
     """
-    text = listing.strip()
     # commas within brackets are of ranges
-    for entry in re.split(r",(?![^\[]*\])", text):
-        pieces = re.split(r"\[([^\[\]]*)\]", entry)
-        if not entry or any(c in "[] \t" for piece in pieces[::2] for c in piece):
+    for entry in re.split(r",(?![^\[]*\])", listing.strip()):
+        if not entry:
             raise ValueError(
                 f"expected a list of hosts such as node[01-03,7],gpu-a, got {listing!r}"
             )
-        choices: list[Iterable[str]] = [
-            [piece] if number % 2 == 0 else _Ranges(piece, listing)
-            for number, piece in enumerate(pieces)
-        ]
-        yield from _joined(choices)
+        yield from _expanded(entry, listing)
 
 
-def _joined(choices: Sequence[Iterable[str]]) -> Iterator[str]:
-    """Each text with one piece of each choice; made when asked for, as most ask for the first."""
-    if not choices:
-        yield ""
+def _expanded(entry: str, listing: str) -> Iterator[str]:
+    """The hosts of one entry, as a[1-2]b[08-11]; made when asked for, as most ask for the first."""
+    name, has_ranges, rest = entry.partition("[")
+    ranges, is_closed, rest = rest.partition("]")
+    if any(c in "[] \t" for c in name) or bool(has_ranges) != bool(is_closed):
+        raise ValueError(f"expected a list of hosts such as node[01-03,7],gpu-a, got {listing!r}")
+    if not has_ranges:
+        yield name
         return
-    for head in choices[0]:
-        yield from (head + rest for rest in _joined(choices[1:]))
-
-
-class _Ranges:
-    """The numbers of a bracket, as 01-03,7."""
-
-    def __init__(self, text: str, listing: str) -> None:
-        self._spans: list[tuple[int, int, int]] = []
-        for each in text.split(","):
-            found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each)
-            if found is None or int(found[2] or found[1]) < int(found[1]):
-                raise ValueError(
-                    f"expected ranges such as 01-03,7 in brackets, got {text!r} in {listing!r}"
-                )
-            self._spans.append((int(found[1]), int(found[2] or found[1]), len(found[1])))
-
-    def __iter__(self) -> Iterator[str]:
-        for low, high, width in self._spans:
-            for number in range(low, high + 1):
-                yield f"{number:0{width}}"
+    spans = []
+    for each in ranges.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(
+                f"expected ranges such as 01-03,7 in brackets, got {ranges!r} in {listing!r}"
+            )
+        spans.append((int(found[1]), int(found[2] or found[1]), len(found[1])))
+    for low, high, width in spans:
+        for number in range(low, high + 1):
+            for tail in _expanded(rest, listing):
+                yield f"{name}{number:0{width}}{tail}"
 
 
 def meet(job: LaunchedJob, limit: timedelta | None) -> Any:

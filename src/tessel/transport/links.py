@@ -19,8 +19,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from tessel.limits import time_limit
-from tessel.transport.host import USUAL_LIMIT, Host
+from tessel.limits import seconds_to_wait
+from tessel.transport.host import Host
+from tessel.transport.process import check_not_forked
 from tessel.transport.request import Key
 from tessel.transport.watch import Watch
 
@@ -52,8 +53,7 @@ class Links:
         self._left: dict[int, bytearray] = {}  # for each worker, what found no room yet
         self._lost: dict[int, str] = {}  # why a worker says and hears nothing more
         self._lock, self._owner = threading.Lock(), os.getpid()
-        limit = time_limit()
-        self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
+        self._limit = seconds_to_wait()
 
     @property
     def address(self) -> LinkAddress:
@@ -95,11 +95,7 @@ class Links:
 
     def say(self, code: int, words: bytes, others: Iterable[int]) -> None:
         """Send the words of a group to others; what finds no room goes while this worker hears."""
-        if os.getpid() != self._owner:
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from worker {self.worker} and cannot take part "
-                f"in its exchanges"
-            )
+        check_not_forked(self._owner, self.worker)
         with self._lock:
             for other in others:
                 self._left[other] += _HEAD.pack(code, len(words)) + words

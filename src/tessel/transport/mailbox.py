@@ -12,7 +12,7 @@ import ctypes
 import os
 import threading
 from array import array
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,10 +47,9 @@ class Note(NamedTuple):
     def tensor(self) -> Tensor:
         words = array("q", [self.kind, self.number, self.capacity])
         words.frombytes(self.memory + self.event)
+        # it belongs to no transform, and outlives any mode
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            return torch.tensor(
-                words.tolist(), device="cpu"
-            )  # belongs to no transform, outlives any mode
+            return torch.tensor(words.tolist(), device="cpu")
 
     @classmethod
     def of(cls, tensor: Tensor) -> Note:
@@ -59,36 +58,14 @@ class Note(NamedTuple):
         return cls(kind, number, capacity, memory[:HANDLE], memory[HANDLE:])
 
 
-class DeviceEvent(Protocol):
-    """A point in the work of a GPU, for which others of the host can wait."""
-
-    def record(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Sharing(Protocol):
-    """How processes share memory and events of a device; RuntimeError where they cannot."""
-
-    def allocate(self, capacity: int, device: torch.device) -> tuple[Tensor, bytes]:
-        """Bytes of a device, and the handle by which another process maps them."""
-        ...
-
-    def map(self, memory: bytes, capacity: int, device: torch.device) -> Tensor: ...
-
-    def event(self, device: torch.device) -> tuple[DeviceEvent, bytes]:
-        """A new event, and the handle by which another process maps it."""
-        ...
-
-    def map_event(self, event: bytes, device: torch.device) -> DeviceEvent: ...
-
-
 class CudaSharing:
-    """By CUDA's driver: torch's own way waits for the GPU when memory is given back."""
+    """How processes share memory and events of a GPU; RuntimeError where they cannot.
+
+    By CUDA's driver: torch's own way waits for the GPU when memory is given back.
+    """
 
     def allocate(self, capacity: int, device: torch.device) -> tuple[Tensor, bytes]:
+        """Bytes of a GPU, and the handle by which another process maps them."""
         address, handle = ctypes.c_uint64(), _Handle()
         with torch.cuda.device(device):
             driver = _driver()
@@ -105,14 +82,15 @@ class CudaSharing:
             _check(opening(ctypes.byref(address), _Handle.from_buffer_copy(memory), 1))
             return _bytes_at(address.value, capacity)
 
-    def event(self, device: torch.device) -> tuple[DeviceEvent, bytes]:
+    def event(self, device: torch.device) -> tuple[torch.cuda.Event, bytes]:
+        """A new event, and the handle by which another process maps it."""
         with torch.cuda.device(device):
             event = torch.cuda.Event(interprocess=True)
             event.record()  # before, it belongs to no device
             return event, event.ipc_handle()
 
-    def map_event(self, event: bytes, device: torch.device) -> DeviceEvent:
-        mapped: DeviceEvent = torch.cuda.Event.from_ipc_handle(device, event)
+    def map_event(self, event: bytes, device: torch.device) -> torch.cuda.Event:
+        mapped: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(device, event)
         return mapped
 
 
@@ -159,12 +137,14 @@ class Mailbox:
         note: what the receiver is told of it.
     """
 
-    def __init__(self, sharing: Sharing, number: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, sharing: CudaSharing, number: int, capacity: int, device: torch.device
+    ) -> None:
         self._sharing, self.device, self.capacity = sharing, device, capacity
         self._ready, event = sharing.event(device)
         self._memory, memory = sharing.allocate(capacity, device)
         self.note = Note(POSTED, number, capacity, memory, event).tensor()
-        self._taken: DeviceEvent | None = None
+        self._taken: torch.cuda.Event | None = None
 
     def put(self, tensor: Tensor) -> None:
         """Let the GPU write a message, after the one before was read."""
@@ -198,7 +178,7 @@ class MappedMailbox:
         answer: what the sender is told then.
     """
 
-    def __init__(self, sharing: Sharing, note: Note, device: torch.device) -> None:
+    def __init__(self, sharing: CudaSharing, note: Note, device: torch.device) -> None:
         self._memory = sharing.map(note.memory, note.capacity, device)
         self._ready = sharing.map_event(note.event, device)
         self.taken, event = sharing.event(device)
@@ -217,7 +197,7 @@ class Mailboxes:
         sharing: how processes share memory.
     """
 
-    def __init__(self, sharing: Sharing | None = None) -> None:
+    def __init__(self, sharing: CudaSharing | None = None) -> None:
         self._sharing = CudaSharing() if sharing is None else sharing
         self._lock = threading.Lock()  # the backward passes of two threads may run at once
         self._all: list[Mailbox] = []

@@ -23,36 +23,19 @@ from torch import Tensor
 
 from tessel.encoding import encodable
 from tessel.errors import WorkerLost
-from tessel.limits import time_limit
+from tessel.limits import seconds_to_wait
 from tessel.machine import usable_cores
 from tessel.transport.backoff import SPINS_FOR_HOSTS, YIELDS
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
-from tessel.transport.host import USUAL_LIMIT, Host
-from tessel.transport.launchers import (
-    FLUX,
-    JSRUN,
-    MPICH,
-    MVAPICH,
-    OPEN_MPI,
-    SLURM,
-    find_launcher,
-    task_of,
-)
+from tessel.transport.host import Host
+from tessel.transport.launchers import find_launcher, task_of
+from tessel.transport.process import check_not_forked
 from tessel.transport.request import Key, OutOfStep
 from tessel.transport.watch import Wait, Watch
-from tessel.transport.wire import AGREEMENT, as_bytes, packed
+from tessel.transport.wire import AGREEMENT, as_bytes, packed, staged_for
 
 CHUNK = 2**30  # bytes of a message at most: MPI counts them in 32 bits
 SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 2e-4, 100  # seconds; after how many the watch hears
-# One of these mpirun sets for a process that it has started; those that a user can set are others.
-_SIGNS_OF_SERVER = {
-    OPEN_MPI: ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    MVAPICH: ("PMI_FD", "PMI_PORT"),
-    MPICH: ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PALS_APID"),
-    JSRUN: ("PMIX_NAMESPACE",),
-    FLUX: ("PMIX_NAMESPACE", "PMI_FD"),
-    SLURM: ("PMIX_NAMESPACE", "PMI_FD", "PMI_JOBID"),
-}
 WAY_OUT = "TESSEL_TRANSPORT=shared sends by Gloo between hosts"
 
 
@@ -90,9 +73,9 @@ def why_not(environ: Mapping[str, str], rank: int, workers: int, is_asked_for: b
         launcher = find_launcher(environ)
     except ValueError as error:  # which torchrun's variables make nobody look at
         return str(error)
-    if launcher is None or (launcher in (FLUX, SLURM) and not is_asked_for):
+    if launcher is None or not (launcher.is_mpirun or is_asked_for):
         return "this process was not started by mpirun"
-    if not any(environ.get(name) for name in _SIGNS_OF_SERVER[launcher]):
+    if not any(environ.get(name) for name in launcher.server):
         return f"the variables of {launcher.command} are set, but it has not started this process"
     if task_of(environ, launcher) != (rank, workers):
         return f"worker {rank} of {workers} is another task of {launcher.command}"
@@ -203,8 +186,7 @@ class Mpi:
         self._owner = os.getpid()
         workers = 1 if host is None else len(host.workers)
         self._spins = SPINS_FOR_HOSTS if workers <= usable_cores() else 0
-        limit = time_limit()
-        self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
+        self._limit = seconds_to_wait()
         self._most_tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         global _communicator
         if _communicator is None:  # all workers make one of our own
@@ -236,11 +218,7 @@ class Mpi:
     def receive(self, buffer: ReceiveBuffer, key: Key, tag: int) -> Callable[[], None]:
         """Ask for a message, in its place if that is possible; what waits until it is there."""
         self._check_owner()
-        place, peer = buffer.place, self._ranks[buffer.worker]
-        in_place = not buffer.adds and place.is_contiguous() and not place.is_conj()
-        staged = (
-            place if in_place else torch.empty_like(place, memory_format=torch.contiguous_format)
-        )
+        staged, peer = staged_for(buffer), self._ranks[buffer.worker]
         values, tag = as_bytes(staged).numpy(), self._tag(key, tag)
         starts = range(0, max(1, len(values)), CHUNK)
         with self._lock:
@@ -254,7 +232,7 @@ class Mpi:
 
         def wait() -> None:
             self.wait(message, key, (buffer.worker,))
-            if staged is not place:
+            if staged is not buffer.place:
                 buffer.put(staged)
 
         return wait
@@ -337,11 +315,7 @@ class Mpi:
             self._pending.clear()
 
     def _check_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from worker {self._watch.worker} and cannot "
-                f"take part in its exchanges"
-            )
+        check_not_forked(self._owner, self._watch.worker)
 
 
 def abort() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,6 +47,15 @@ class PeerProcess:
         return self.is_here and _status(self.pid)[0] in ("T", "t")
 
 
+def check_not_forked(owner: int, worker: int) -> None:
+    """Raise in a fork of the process that is a worker: it cannot send in the worker's name."""
+    if os.getpid() != owner:
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from worker {worker} and cannot take part in its "
+            f"exchanges"
+        )
+
+
 def this_host() -> str:
     """The name of this host, with the number of its start: others may have the same name.
 
@@ -67,17 +77,13 @@ def _real_host() -> str:
 
 def _status(pid: int) -> tuple[str, str]:
     """The state of a process of this host, and when it was born, in the words of the system."""
+    with suppress(OSError):  # the system keeps no such files, or the process has ended
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
     try:
         os.kill(pid, 0)
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except ProcessLookupError:
         return "gone", ""
-    except OSError:  # the system keeps no such files, or the process ended between two looks
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return "gone", ""
-        except OSError:
-            pass
-        return "running", ""
-    return fields[0], fields[19]
+    except OSError:  # of another user
+        pass
+    return "running", ""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -102,16 +103,15 @@ def allow_siblings() -> None:
         _C.prctl(_ALLOW_READER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
-class Staging:
+def staging_room(num_bytes: int) -> Callable[[], Tensor]:
     """Memory of this process that is made when it is first needed."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-
-    @cached_property
-    def bytes(self) -> Tensor:
+    @cache
+    def room() -> Tensor:
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            return torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    return room
 
 
 class Reader:
@@ -122,9 +122,8 @@ class Reader:
         staging: room for what cannot be put into its place at once.
     """
 
-    def __init__(self, pid: int, staging: Staging) -> None:
-        self._pid = pid
-        self._staging = staging
+    def __init__(self, pid: int, staging: Callable[[], Tensor]) -> None:
+        self._pid, self._staging = pid, staging
 
     def probe(self, address: int, expected: bytes) -> bool:
         """Whether the system lets this process read the other one."""
@@ -148,7 +147,7 @@ class Reader:
 
     def stage(self, source: Runs, begin: int, num_bytes: int) -> Tensor:
         """Copy bytes of the other's tensor to memory of this process, good until the next call."""
-        into = self._staging.bytes[:num_bytes]
+        into = self._staging()[:num_bytes]
         self.read(source, into, begin)
         return into
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from array import array
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tessel.core import boxes
 from tessel.core.boxes import Region
-from tessel.transport.constants import FAILED, RENDEZVOUS
+from tessel.transport.constants import FAILED, OFFSET, PART, RENDEZVOUS, SLOTS
 from tessel.transport.reading import Reader, Runs, can_be_read
+from tessel.transport.segment import Segment
 
 WORDS = 64  # of a rendezvous, at most: tensors have fewer than 30 dimensions
 AGREED = 64  # words with which workers agree: the code of a call, and what four tensors are
 LONGEST = 256  # words of the text of an error that the receiver hears
+VIEWS = 512  # tensors that the slots of a channel remember
 Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
 
 
@@ -47,17 +48,48 @@ class NotSent(RuntimeError):  # noqa: N818
     """A worker could not send its message, and has sent instead why: nothing is missing."""
 
 
-class SlotLike(Protocol):
-    """Room for one piece in the memory of a channel."""
+class Slot:
+    """Room for one piece."""
 
-    num_bytes: int  # of what is in it, or RENDEZVOUS, or FAILED
-    reader: Reader | None  # of the sender's memory
+    __slots__ = ("_bytes", "_views", "_words", "header", "reader")
 
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor: ...
+    header: memoryview  # the one that names the slot now
 
-    def read_words(self, count: int) -> bytes: ...
+    def __init__(self, segment: Segment, start: int, size: int) -> None:
+        self._words = segment.words[start // 8 : (start + size) // 8]
+        with torch.inference_mode(False):
+            self._bytes = segment.bytes[start : start + size]
+        self.reader: Reader | None = None
+        self._views: dict[tuple[torch.dtype, tuple[int, ...], int], Tensor] = {}
 
-    def write_words(self, words: memoryview) -> None: ...
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are in the slot."""
+        return self.header[PART]
+
+    @num_bytes.setter
+    def num_bytes(self, count: int) -> None:
+        self.header[PART] = count
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """What is in the slot as a contiguous tensor."""
+        # Kept, since a slice and two views take microseconds, as a small message does.
+        begin = self.header[OFFSET]
+        if (view := self._views.get((dtype, shape, begin))) is not None:
+            return view
+        if len(self._views) >= VIEWS // SLOTS:
+            self._views.clear()
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            view = self._bytes[begin : begin + size].view(dtype).view(shape)
+        self._views[dtype, shape, begin] = view
+        return view
+
+    def read_words(self, count: int) -> bytes:
+        return self._words[:count].tobytes()
+
+    def write_words(self, words: memoryview) -> None:
+        self._words[: len(words)] = words
 
 
 Pieces = tuple[tuple[Region, tuple[int, ...]], ...]
@@ -85,7 +117,7 @@ class SendRequest:
         self._next = 0
         self.is_gone = False
 
-    def write(self, slot: SlotLike) -> None:
+    def write(self, slot: Slot) -> None:
         """Put the next piece into a slot."""
         region, shape = self._pieces[self._next]
         source = self._tensor if len(self._pieces) == 1 else self._tensor[region]
@@ -99,69 +131,68 @@ class SendRequest:
 class Rendezvous:
     """A tensor that the receiver copies from where it lies; others are kept beside it."""
 
-    __slots__ = ("_beside", "_tensor", "is_gone", "is_published", "key", "num_bytes", "worker")
+    __slots__ = ("_beside", "_tensor", "is_gone", "key", "num_bytes", "worker")
 
     def __init__(self, key: Key, worker: int, tensor: Tensor, *beside: Tensor) -> None:
         self.key, self.worker = key, worker
         self.num_bytes = tensor.nbytes
         self._tensor, self._beside = tensor, beside  # kept until it was read
-        self.is_published = self.is_gone = False
+        self.is_gone = False
 
-    def write(self, slot: SlotLike) -> None:
+    def write(self, slot: Slot) -> None:
         """Say where the tensor lies."""
         runs = Runs.of(self._tensor)
         words = (runs.start, runs.length, len(runs.counts), *runs.counts, *runs.strides)
         slot.write_words(memoryview(array("q", words)))
         slot.num_bytes = RENDEZVOUS
-        self.is_published = True
 
 
-def runs_of(slot: SlotLike) -> Runs:
+def runs_of(slot: Slot) -> Runs:
     """Where the tensor is that a slot names."""
     start, length, ndim, *rest = memoryview(slot.read_words(WORDS)).cast("q").tolist()
     return Runs(start, length, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
 
 
 class SendWords:
-    """A few 64-bit words on their way out."""
-
-    __slots__ = ("_words", "is_gone", "key", "num_bytes", "worker")
-
-    def __init__(self, key: Key, worker: int, words: memoryview) -> None:
-        self.key, self.worker = key, worker
-        self._words, self.num_bytes = words, words.nbytes
-        self.is_gone = False
-
-    def write(self, slot: SlotLike) -> None:
-        slot.write_words(self._words)
-        slot.num_bytes = self.num_bytes
-        self.is_gone = True
-
-
-class FailedMessage:
-    """That a message, or the rest of it, will not come, in the place of it.
+    """A few 64-bit words on their way out.
 
     Args:
-        key, worker, num_bytes: of the message.
-        error: why.
+        key, worker: of the message.
+        words: what is said.
+        num_bytes: of the message in whose place they come; by default their own.
+        part: what the slot is said to hold; by default as many bytes.
     """
 
-    __slots__ = ("_text", "is_gone", "key", "num_bytes", "worker")
+    __slots__ = ("_part", "_words", "is_gone", "key", "num_bytes", "worker")
 
-    def __init__(self, key: Key, worker: int, num_bytes: int, error: BaseException) -> None:
-        self.key, self.worker, self.num_bytes = key, worker, num_bytes
-        self._text = f"{type(error).__name__}: {error}".encode()[: 8 * LONGEST]
+    def __init__(
+        self,
+        key: Key,
+        worker: int,
+        words: memoryview,
+        num_bytes: int | None = None,
+        part: int | None = None,
+    ) -> None:
+        self.key, self.worker, self._words = key, worker, words
+        self.num_bytes = words.nbytes if num_bytes is None else num_bytes
+        self._part = self.num_bytes if part is None else part
         self.is_gone = False
 
-    def write(self, slot: SlotLike) -> None:
-        words = array("q", [len(self._text)])
-        words.frombytes(self._text.ljust(8 * LONGEST, b"\0"))
-        slot.write_words(memoryview(words))
-        slot.num_bytes = FAILED
+    def write(self, slot: Slot) -> None:
+        slot.write_words(self._words)
+        slot.num_bytes = self._part
         self.is_gone = True
 
 
-def told(slot: SlotLike) -> str:
+def failed_message(key: Key, worker: int, num_bytes: int, error: BaseException) -> SendWords:
+    """That a message, or the rest of it, will not come, in the place of it."""
+    text = f"{type(error).__name__}: {error}".encode()[: 8 * LONGEST]
+    words = array("q", [len(text)])
+    words.frombytes(text.ljust(8 * LONGEST, b"\0"))
+    return SendWords(key, worker, memoryview(words), num_bytes, FAILED)
+
+
+def told(slot: Slot) -> str:
     """Why a message does not come, as a slot says."""
     said = slot.read_words(1 + LONGEST)
     (length,) = memoryview(said[:8]).cast("q")
@@ -193,7 +224,7 @@ class ReceiveRequest:
         self.adds, self.is_open = adds, is_open
         self.is_done, self.failure = False, ""
 
-    def read(self, slot: SlotLike) -> None:
+    def read(self, slot: Slot) -> None:
         """Take the next piece out of a slot, or all of a tensor that is read where it is."""
         place = self._place
         if slot.num_bytes != RENDEZVOUS:
@@ -234,7 +265,7 @@ class ReceiveWords:
         self.words = b""
         self.is_open, self.is_done, self.failure = True, False, ""
 
-    def read(self, slot: SlotLike) -> None:
+    def read(self, slot: Slot) -> None:
         self.words = slot.read_words(self.num_bytes // 8)
         self.is_done = True
 
@@ -256,7 +287,7 @@ class UnexpectedMessage:
         self._next = 0
         self.is_done, self.failure = False, ""
 
-    def read(self, slot: SlotLike) -> None:
+    def read(self, slot: Slot) -> None:
         """Keep the next piece, or all of a tensor that is read where it is."""
         if slot.num_bytes == RENDEZVOUS:
             assert slot.reader is not None

@@ -10,8 +10,7 @@ _C = ctypes.CDLL(None, use_errno=True)
 _QUICK = ctypes.PyDLL(None, use_errno=True)  # for calls that cannot wait: it keeps Python's lock
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+_Timespec = ctypes.c_long * 2  # seconds and nanoseconds
 
 
 def _function(library: ctypes.CDLL, name: str, *argument_types: type) -> ctypes._NamedFuncPointer:

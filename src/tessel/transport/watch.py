@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -121,14 +121,6 @@ class Wait:
         return what or operator or "an exchange", line
 
 
-class Counts(Protocol):
-    """What counts the calls of some workers: a group."""
-
-    num_calls: int
-    num_of_devices: int
-    workers: tuple[int, ...]
-
-
 class Watch:
     """What this worker knows of the state of its job.
 
@@ -142,7 +134,7 @@ class Watch:
         self.worker = 0
         self.workers: tuple[int, ...] = (0,)
         self.alarm: Any = array("q", [0])
-        self.groups: dict[int, Counts] = {}
+        self.groups: dict[int, Any] = {}  # `Group`, which knows this class
         self._board: Board | None = None
         self._why = ""
         self._has_passed_on = False
@@ -290,10 +282,7 @@ class Watch:
         self._ended.set()
 
     def begin(
-        self,
-        key: Key,
-        needs: Sequence[int],
-        interrupt: Callable[[], object] | None = None,
+        self, key: Key, needs: Sequence[int], interrupt: Callable[[], object] | None = None
     ) -> Wait:
         """Note that this thread waits."""
         self._num_waits += 1

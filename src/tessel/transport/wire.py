@@ -32,17 +32,23 @@ def tag_of(call: int) -> int:
 
 def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> Callable[[], None]:
     """Ask for a message, in its place if that is possible; what waits until it is there."""
-    place = buffer.place
-    in_place = not buffer.adds and place.is_contiguous() and not place.is_conj()
-    staged = place if in_place else torch.empty_like(place, memory_format=torch.contiguous_format)
+    staged = staged_for(buffer)
     work: Any = dist.irecv(wired(staged), src=buffer.worker, group=handle, tag=tag)
 
     def wait() -> None:
         work.wait()
-        if staged is not place:
+        if staged is not buffer.place:
             buffer.put(staged)
 
     return wait
+
+
+def staged_for(buffer: ReceiveBuffer) -> Tensor:
+    """A contiguous tensor for what comes: its place itself, if it can be written there."""
+    place = buffer.place
+    if not buffer.adds and place.is_contiguous() and not place.is_conj():
+        return place
+    return torch.empty_like(place, memory_format=torch.contiguous_format)
 
 
 def send(buffer: SendBuffer, handle: Any, tag: int) -> Callable[[], None]:

@@ -8,15 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tessel.cli.demos.report import (
-    Columns,
-    Note,
-    Report,
-    as_share,
-    largest,
-    of_processes,
-    worst_of,
-)
+from tessel.cli.demos.report import Columns, Note, Report, as_share, largest, of_processes, worst_of
 from tessel.core.partition import world
 from tessel.examples import classes
 from tessel.nn import ParallelLinear

@@ -158,10 +158,7 @@ def train_fno(length: int) -> Report:
     return Report(
         TITLE_OF_STEP,
         f"on fields of {whole}",
-        {
-            "output": worst_of(of_values),
-            "all parameters after two steps": worst_of(of_parameters),
-        },
+        {"output": worst_of(of_values), "all parameters after two steps": worst_of(of_parameters)},
         LIMIT,
         *of_processes(columns, (whole, all_stored), rows, sent, (before, after)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,18 +13,9 @@ import torch
 from torch import Tensor
 
 from tessel import nn, viz
-from tessel.cli.demos.report import (
-    Note,
-    Report,
-    as_text,
-    largest,
-    median_seconds,
-    wave,
-    worst_of,
-)
+from tessel.cli.demos.report import Note, Report, as_text, largest, median_seconds, wave, worst_of
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
-from tessel.encoding import encodable
 from tessel.operators.units import num_bytes, num_seconds
 from tessel.testing import count_traffic
 
@@ -35,6 +26,10 @@ STEPS = ("all-sum-reduce", "broadcast", "repartition", "halo exchange")
 
 Reference = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Case = tuple[Callable[[Tensor], Tensor], Sequence[Tensor], Reference]
+# What one worker saw of an operator A that all apply together: the largest differences of an output
+# and of a gradient from the reference, its shares of ⟨Ax, y⟩ and ⟨x, Aᴴy⟩, and, of one application,
+# bytes and messages that it sent and the median time.
+Seen = tuple[float, float, float, float, int, int, float]
 
 _LEGEND = """\
 dot-test   relative difference of ⟨Ax, y⟩ and ⟨x, Aᴴy⟩ over all workers
@@ -44,46 +39,14 @@ sent       by all workers together, each time; time is the median\
 """
 
 
-@encodable
-@dataclass(frozen=True)
-class Row:
-    """What was seen of an operator A that all workers apply together: by one of them, or by all.
-
-    Args:
-        value_error: the largest difference of an output from the reference.
-        gradient_error: the same for the gradient of an input.
-        forward_product: the share of ⟨Ax, y⟩.
-        adjoint_product: the share of ⟨x, Aᴴy⟩.
-        bytes_sent: in one application.
-        messages: in how many messages.
-        seconds: the median time of an application.
-    """
-
-    value_error: float
-    gradient_error: float
-    forward_product: float
-    adjoint_product: float
-    bytes_sent: int
-    messages: int
-    seconds: float
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> Row:
-        """Put together what each worker saw."""
-        columns = zip(*map(astuple, rows), strict=True)
-        values, gradients, forward, adjoint, sent, messages, seconds = columns
-        products = sum(forward), sum(adjoint)
-        # it ends with the slowest worker
-        return cls(
-            worst_of(values), worst_of(gradients), *products, sum(sent), sum(messages), max(seconds)
-        )
-
-    @property
-    def errors(self) -> tuple[float, float, float]:
-        """Of the dot-test, of values and of gradients."""
-        forward, adjoint = self.forward_product, self.adjoint_product
-        dot_test = abs(forward - adjoint) / max(abs(forward), abs(adjoint), 1e-300)
-        return dot_test, self.value_error, self.gradient_error
+def together(seen: Sequence[Seen]) -> tuple[float, float, float, int, int, float]:
+    """What all workers saw of an operator: the errors of the dot-test, of values and of gradients,
+    bytes and messages of an application, and its time, which ends with the slowest worker."""
+    values, gradients, forward, adjoint, sent, messages, seconds = zip(*seen, strict=True)
+    left, right = sum(forward), sum(adjoint)
+    dot_test = abs(left - right) / max(abs(left), abs(right), 1e-300)
+    errors = dot_test, worst_of(values), worst_of(gradients)
+    return *errors, sum(sent), sum(messages), max(seconds)
 
 
 @dataclass(frozen=True)
@@ -163,21 +126,18 @@ def run(size: int, note: Note) -> list[Report]:
     stripes, squares = (Layout.balanced(each, (size, size)) for each in _on_grids(P))
     if P.rank != 0:
         return []
-    rows = {name: Row.of(each) for name, each in zip(STEPS, by_movement, strict=True)}
+    rows = {name: together(each) for name, each in zip(STEPS, by_movement, strict=True)}
     return [
         Movements(
             f"{P.size} workers,",
             f"tensors of {size} × {size} in float64",
-            {name: worst_of(row.errors) for name, row in rows.items()},
+            {name: worst_of(row[:3]) for name, row in rows.items()},
             LIMIT,
             {
                 **{"movement": str, "dot-test": as_error, "values": as_error},
                 **{"gradients": as_error, "sent": num_bytes, "messages": str, "time": num_seconds},
             },
-            tuple(
-                (name, *row.errors, row.bytes_sent, row.messages, row.seconds)
-                for name, row in rows.items()
-            ),
+            tuple((name, *row) for name, row in rows.items()),
             _LEGEND,
             draw=partial(draw, size, stripes, squares),
         )
@@ -186,7 +146,7 @@ def run(size: int, note: Note) -> list[Report]:
 
 def examine(
     operator: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], reference: Reference
-) -> Row:
+) -> Seen:
     """Compare an operator on all workers with what one process computes, on every worker.
 
     Args:
@@ -210,14 +170,14 @@ def examine(
     (gradient,) = torch.autograd.grad(y, x, weights[me] * y.detach())
     with torch.no_grad():  # the time of the movement, without what is kept for a backward pass
         seconds = median_seconds(lambda: operator(x), REPEATS)
-    return Row(
-        value_error=largest(y - outputs[me]),
-        gradient_error=largest(gradient - expected),
-        forward_product=float((y.detach() * weights[me]).sum()),
-        adjoint_product=float((x.detach() * adjoint).sum()),
-        bytes_sent=traffic.bytes_sent,
-        messages=traffic.messages,
-        seconds=seconds,
+    return (
+        largest(y - outputs[me]),
+        largest(gradient - expected),
+        float((y.detach() * weights[me]).sum()),
+        float((x.detach() * adjoint).sum()),
+        traffic.bytes_sent,
+        traffic.messages,
+        seconds,
     )
 
 

@@ -72,10 +72,7 @@ def run(size: int, note: Note) -> list[Report]:
         Report(
             TITLE,
             f"on a picture of {whole}, forward and backward, float64",
-            {
-                "output": largest(output - expected),
-                "gradients of all parameters": worst_of(errors),
-            },
+            {"output": largest(output - expected), "gradients of all parameters": worst_of(errors)},
             LIMIT,
             *both,
             legend=f"agreements of the workers: {traffic.agreements}; ",
