@@ -171,7 +171,9 @@ def compared(function: Any, grid: tuple[int, ...]) -> None:
         (x.grad.full(), whole.grad),
         (model.weight.grad, alone.weight.grad),
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        # Sums cancel to little: what they are exact to is their largest value.
+        scale = max(1.0, float(theirs.detach().abs().max()))
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12 * scale)
 
 
 @pytest.mark.parametrize("grid", [(1, 1, 2, 1), (1, 1, 1, 3), (1, 1, 2, 2), (2, 2, 1, 1)], ids=str)
