@@ -59,7 +59,7 @@ from tessel.nn.wrapped import (
     wrappers_of,
 )
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.adoption import belongs_elsewhere
+from tessel.tensor.adoption import FreshTensors, belongs_elsewhere, fresh
 from tessel.tensor.gathering import check_choice, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
 from tessel.tensor.shared_random import (
@@ -576,12 +576,14 @@ class Entrance(HasHandle):
                 return value
             return SpreadTensor(*enter(agreements[key], value, module))
 
+        known = FreshTensors()
         with (
             buckets.in_buckets(schedule, parameters, module),
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
-            setting(belongs_elsewhere, lambda x: True),
+            setting(fresh, known),
+            known,
         ):
             args, kwargs = nested(enter_part, (args, kwargs))
             try:
