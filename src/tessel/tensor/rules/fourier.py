@@ -167,14 +167,22 @@ class HalfTransform(Unfinished):
             self.waiting[key] = x
         x, modes = self.waiting[key], self._modes(step.dim, runs[step.dim])
         if key not in self.hosted and (key, modes) not in self.taken:
-            num_before = sum(len(known) for same, known in self.taken if same == key)
-            if step.sums_less(x, num_before + len(modes)):
+            if step.sums_less(x, self._num_modes(key, modes)):
                 self.taken[key, modes] = step.truncated(x, modes)
             else:
                 self.hosted[key] = step.at_hosts(x)
         if (key, modes) in self.taken:
             return self._cut(self.taken[key, modes], last, runs)
         return self._cut(self.hosted[key], {*last, step.dim}, runs)
+
+    def _num_modes(self, key: Any, modes: Modes) -> int:
+        """How many are asked for with these, as far as can be foreseen.
+
+        Of frequencies of both signs, models take as many from the end as from the start.
+        """
+        num_before = sum(len(known) for same, known in self.taken if same == key)
+        is_first = num_before == 0 and modes[:1] == (0,) and self.steps[-1].kind == "fft"
+        return num_before + len(modes) * (2 if is_first else 1)
 
     def _modes(self, dim: int, run: Run) -> Modes:
         """The frequencies of a slice."""

@@ -496,7 +496,8 @@ def _around_region(layout: Layout, shape: Shape, items: tuple[Pick | None, ...])
     # values are broadcast: their last dimensions are those of the slices
     for k, cut, n in zip(kept[::-1], layout.cuts[::-1], layout.shape[::-1], strict=False):
         dim, count = dims[k], len(cut.intervals)
-        if items[k] is not None and 1 < count <= shape[dim]:
+        # some parts may be empty, but only where they are in the values
+        if items[k] is not None and count > 1 and (n == shape[dim] or count <= shape[dim]):
             even = Cut(cut.axes, boxes.balanced(shape[dim], count))
             cuts[dim] = cut if n == shape[dim] else even
     whole = [Cut.whole(n) for n in shape]
