@@ -295,6 +295,47 @@ def test_only_modes_that_are_taken_travel(run: Run) -> None:
         assert run(sent, function, (1, 1, 2), 40, nprocs=2) == [(2 * points, 2 * points)] * 2
 
 
+class ChannelsLast(nn.Module):
+    """Models that turn their input, and not back before the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.movedim(-1, 1)
+        for _ in range(2):
+            y = kept(y) if y.dim() == 3 else corners(y) + y
+        return y.movedim(1, -1)
+
+
+def corners(x: Tensor) -> Tensor:
+    spectrum, (rows, columns) = fft.rfft2(x), x.shape[-2:]
+    out = torch.zeros(2, 4, rows, columns // 2 + 1, dtype=torch.complex128)
+    for at in (slice(0, 2), slice(-2, None)):
+        out[:, :, at, :3] = spectrum[:, :, at, :3] * 2
+    return fft.irfft2(out, s=(rows, columns))
+
+
+def turned_model(grid: tuple[int, ...], shape: tuple[int, ...], cut: int) -> int:
+    whole = values(shape, 1)
+    P = tessel.world().create_cartesian_topology_partition(grid)
+    lengths = [[n] if parts == 1 else [cut, n - cut] for n, parts in zip(shape, grid, strict=True)]
+    layout = tessel.Layout.from_lengths(P, lengths)
+    model = tessel.nn.distribute_module(ChannelsLast(), P, fallback="raise")
+    x = tessel.spread(whole, layout)
+    with count_traffic() as traffic:
+        y: Any = model(x)
+    assert y.layout.box() == layout.box()  # also where parts are uneven
+    torch.testing.assert_close(y.full(), ChannelsLast()(whole), rtol=1e-12, atol=1e-12)
+    return traffic.bytes_sent
+
+
+def test_results_lie_as_what_was_transformed(run: Run) -> None:
+    """Where axis d of the grid does not split dimension d, and points do not travel, either."""
+    line = 16 * 2 * 4
+    found = run(turned_model, (1, 2, 1), (2, 40, 4), 17, nprocs=2)
+    assert found == [2 * 5 * line] * 2  # two layers of five modes, terms and modes
+    found = run(turned_model, (1, 2, 1, 1), (2, 30, 8, 4), 11, nprocs=2)
+    assert found == [2 * 4 * 3 * line] * 2
+
+
 def alone_in_a_model(function: Callable[[Tensor], Any], grid: tuple[int, ...]) -> None:
     P = tessel.world().create_cartesian_topology_partition(grid)
     model = tessel.nn.distribute_module(Function(function), P, fallback="raise")

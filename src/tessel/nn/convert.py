@@ -62,6 +62,7 @@ from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.adoption import FreshTensors, belongs_elsewhere, fresh
 from tessel.tensor.gathering import check_choice, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
+from tessel.tensor.rules.fourier import homes
 from tessel.tensor.shared_random import (
     NO_DRAWING,
     capturing,
@@ -539,6 +540,7 @@ class Entrance(HasHandle):
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
+            setting(homes, {}),
             setting(belongs_elsewhere, self._held_by(contents, given)),
         ):
             args, kwargs = self._entered(args, kwargs, given, contents)
@@ -582,6 +584,7 @@ class Entrance(HasHandle):
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
+            setting(homes, {}),
             setting(fresh, known),
             known,
         ):

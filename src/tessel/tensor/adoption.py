@@ -4,8 +4,9 @@ Models write `y = torch.zeros(shape); y[...] = f(x)`. All workers have the zeros
 keep its part of them, and nothing travels. The Python object stays the same one, so that all who
 hold it have the spread tensor from then on.
 
-In a graph that a compiler makes of a model tensors have no values, and the compiler holds them, too:
-there it is known of those that the model's code makes as long as nothing else is done with them.
+In a graph that a compiler makes of a model, tensors have no values, and the compiler holds them,
+too. There it is known of those that the model's code makes, as long as it does nothing else with
+them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class FreshTensors(TorchFunctionMode):
         return self.found.get(id(x), (x, None))[1]
 
 
-# names of functions that make tensors of which nobody else knows, and of those that ask for no value
+# functions that make tensors which nobody else knows, and those that ask for no values
 _MAKING = frozenset(
     f"{new}{kind}{like}"
     for kind in ("zeros", "ones", "empty", "full")

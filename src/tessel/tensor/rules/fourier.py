@@ -6,13 +6,14 @@ transformed where they are; one that is split goes to its hosts, and comes back.
 
 In a converted model a spectrum does not come back: it stays split along other dimensions, in which
 models take few modes and combine them one by one, and from which the inverse transform brings the
-result home. It is left unfinished (`tensor/unfinished.py`) until modes are taken: only these travel
-there, and back.
+result home, to where that lay which was transformed before. It is left unfinished
+(`tensor/unfinished.py`) until modes are taken: only these travel there, and back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, cast
@@ -20,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from tessel.core.layout import Layout
-from tessel.tensor.rules.hosting import along, hosted
+from tessel.tensor.rules.hosting import along, hosted, split_like
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.rules.transform_step import Modes, TransformStep, of_part
 from tessel.tensor.table import (
@@ -92,11 +93,17 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
 
 def _transformed(kind: str, x: Tensor, steps: list[TransformStep]) -> Tensor:
     """The steps of a transform, of which the last one is the real one, if any is."""
-    if _stays_with_hosts(x, steps):
+    dims = tuple(sorted(step.dim for step in steps))
+    home = _home(x._layout, dims)
+    # a single dimension that is whole, here and at home, is transformed where it is
+    if home is not None and (len(dims) > 1 or any(e.is_split(dims[0]) for e in (x._layout, home))):
         if len(steps) == 1:  # the batch hosts best: what mixes channels needs all of them
             steps = [replace(steps[0], hosts=(0,))]
-        order = _ordered(kind, x._layout, steps)
-        return _back(kind, x, order) if kind in _BACK else _there(x, order)
+        if kind in _BACK:
+            return _back(kind, x, _ordered(kind, home, steps), home)
+        if (known := homes.get()) is not None:
+            known[dims] = x._layout
+        return _there(x, _ordered(kind, x._layout, steps))
     most, _, is_first = _SEVERAL[kind]
     if is_first:
         x = steps[-1](x)
@@ -113,17 +120,20 @@ def _transformed(kind: str, x: Tensor, steps: list[TransformStep]) -> Tensor:
     return x if is_first else steps[-1](x)
 
 
-def _stays_with_hosts(x: Tensor, steps: Sequence[TransformStep]) -> bool:
-    """Whether this is in a model, where spectra stay with their hosts.
+# In the model that runs, how what was last transformed along some dimensions lay.
+homes: ContextVar[dict[tuple[int, ...], Layout] | None] = ContextVar("homes", default=None)
 
-    A single dimension that is whole, here and in the model's tensors, is transformed where it is.
+
+def _home(layout: Layout, dims: tuple[int, ...]) -> Layout | None:
+    """How what a transform back gives is to lie, but for lengths; None where spectra come home.
+
+    As the last one that was transformed; before, so that axis d splits dimension d.
     """
     # What a checkpoint computes again, it may compute outside of the model.
     model = None if in_checkpoint() or in_backward() else running.get()
-    if model is None or model != x._layout.partition or model.dim != len(x._layout.shape):
-        return False
-    dim = steps[0].dim
-    return len(steps) > 1 or x._layout.is_split(dim) or model.shape[dim] > 1
+    if model is None or model != layout.partition or model.dim != len(layout.shape):
+        return None
+    return (homes.get() or {}).get(dims) or layout_on(model, layout.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,11 +230,10 @@ def _there(x: Tensor, order: list[TransformStep]) -> Tensor:
     return left_unfinished(like, todo.layout, todo)
 
 
-def _back(kind: str, x: Tensor, order: list[TransformStep]) -> Tensor:
+def _back(kind: str, x: Tensor, order: list[TransformStep], home: Layout) -> Tensor:
     """The steps of a transform back, one after the other, from host to host.
 
-    Zeros around modes come when their dimension is transformed. The result lies as the model's
-    tensors do, where axis d splits dimension d.
+    Zeros around modes come when their dimension is transformed.
     """
     zeros = unfinished_of(x)
     if not isinstance(zeros, Zeros) or not zeros.fills({step.dim for step in order}):
@@ -232,9 +241,9 @@ def _back(kind: str, x: Tensor, order: list[TransformStep]) -> Tensor:
         zeros = Zeros((0,) * len(runs), open_part(x).new_empty(()), x._layout, ((runs, x),))
     modes, first = zeros.squeezed(), order[0]
     length = zeros.layout.shape[first.dim]
-    away = [step.dim for step in order if zeros.layout.partition.shape[step.dim] > 1]
-    if away == [first.dim] and first.gathers_less(modes, length):
-        y = first.from_modes(modes, zeros.indices(first.dim), length)
+    away = [step.dim for step in order if home.is_split(step.dim)]
+    if away == [first.dim] and first.gathers_less(modes, length, home):
+        y = first.from_modes(modes, zeros.indices(first.dim), length, home)
         order = order[1:]
     else:
         y = modes.whole() if len(modes.pieces) > 1 else modes.pieces[0][1]
@@ -243,14 +252,14 @@ def _back(kind: str, x: Tensor, order: list[TransformStep]) -> Tensor:
         y = step(zeros.widened(y, step.dim))
     if kind == "irfft" and y.is_complex():
         y = cast(Tensor, y.real)
-    return y.move_to(layout_on(y._layout.partition, y.shape))
+    return y.move_to(split_like(home, y._layout.shape))
 
 
 _BACK = frozenset(("ifft", "irfft", "hfft"))
 
 
 def _ordered(kind: str, layout: Layout, steps: list[TransformStep]) -> list[TransformStep]:
-    """In which order dimensions are transformed.
+    """In which order dimensions are transformed, of a tensor that lies so, there or at the end.
 
     There, the whole ones first: they are hosts of the others then. Back, those that are split at
     home first: the others are transformed there, where nothing travels any more. The real one would
@@ -260,8 +269,6 @@ def _ordered(kind: str, layout: Layout, steps: list[TransformStep]) -> list[Tran
     *rest, real = steps
     is_back = kind in _BACK
     split = {s.dim for s in steps if layout.is_split(s.dim)}
-    if is_back:
-        split = {s.dim for s in steps if layout.partition.shape[s.dim] > 1}
     order = sorted(rest, key=lambda step: (step.dim in split) != is_back)
     if real.dim not in split or len(split) == len(steps) or kind in ("hfft", "ihfft"):
         return [*order, real] if is_back else [real, *order]

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 
 from tessel.core import boxes
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.rules.hosting import along, hosted, split_like
 from tessel.tensor.table import computed, made, moved, recut
-from tessel.tensor.tensor import Tensor, layout_on, move, open_part
+from tessel.tensor.tensor import Tensor, move, open_part
 from tessel.tensor.truncated_transform import DTYPES, MOST_MODES, REAL, Waves
 from tessel.tensor.unfinished import Zeros
 from tessel.tensor.windowed import outline
@@ -86,48 +86,50 @@ class TransformStep:
         terms = recut(layout, dim, Cut.whole(count), count)  # separate ones, along these axes
         return made(move(terms, target).apply(part), target)
 
-    def gathers_less(self, zeros: Zeros, length: int) -> bool:
+    def gathers_less(self, zeros: Zeros, length: int, home: Layout) -> bool:
         """Whether modes are less to send to all workers than points from hosts to their places.
 
         Args:
             zeros: the modes, and nothing that is zero along this dimension.
             length: how many there are with those that are zero.
+            home: how the result is to lie.
         """
         dtype, num_modes = zeros.like.dtype, zeros.layout.shape[self.dim]
         if dtype not in DTYPES or not dtype.is_complex or num_modes > MOST_MODES:
             return False
-        parts = zeros.layout.partition.shape[self.dim]
+        parts = len(home.cuts[self.dim].intervals)
         size = (dtype.to_real() if self.kind in REAL else dtype).itemsize
         return num_modes * parts * dtype.itemsize < self._num_points(length) * size
 
-    def from_modes(self, zeros: Zeros, modes: Modes, length: int) -> Tensor:
+    def from_modes(self, zeros: Zeros, modes: Modes, length: int, home: Layout) -> Tensor:
         """Each worker's own points, of modes that all workers get.
 
         Args:
-            zeros: the modes; all else that is transformed is whole in the model's tensors.
+            zeros: the modes; all else that is transformed is whole at home.
             modes: their frequencies.
             length: how many there are with those that are zero.
+            home: how the result lies, but for lengths.
         """
         dim, shape = self.dim, list(zeros.layout.shape)
-        read = recut(layout_on(zeros.layout.partition, shape), dim, Cut.whole(shape[dim]))
-        parts = []
-        for _, piece in zeros.pieces:
-            home = layout_on(zeros.layout.partition, piece._layout.shape)
-            parts.append(moved(piece, recut(home, dim, Cut.whole(piece._layout.shape[dim]))))
+        parts = [moved(piece, self._copied(home, piece._layout.shape)) for _, piece in zeros.pieces]
         part = parts[0]
         if len(parts) > 1:
+            read = self._copied(home, zeros.layout.shape)
             part = part.new_zeros(read.local_shape)
             for (runs, _), each in zip(zeros.pieces, parts, strict=True):
-                at = [
-                    slice(None) if read.is_split(d) else slice(*run) for d, run in enumerate(runs)
-                ]
+                slices = [slice(*run) for run in runs]
+                at = [slice(None) if read.is_split(d) else s for d, s in enumerate(slices)]
                 part[tuple(at)] = each
         shape[dim] = self._num_points(length)
-        home = layout_on(zeros.layout.partition, shape)
-        box = home.box()
+        points = split_like(home, tuple(shape))
+        box = points.box()
         assert box is not None
         waves = Waves(self.kind, shape[dim], self.norm, modes, box[dim])
-        return made(computed(partial(waves.synthesized, dim=dim), part), home)
+        return made(computed(partial(waves.synthesized, dim=dim), part), points)
+
+    def _copied(self, home: Layout, shape: Shape) -> Layout:
+        """As at home, but for this dimension, of which all workers have copies of their own."""
+        return recut(split_like(home, shape), self.dim, Cut.whole(shape[self.dim]))
 
     def _num_points(self, length: int) -> int:
         """How many points a transform back gives."""
