@@ -21,7 +21,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.traceback import get_current_meta
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
 from tessel import transport
@@ -319,10 +319,32 @@ def _run(texts: str, /, *given: Any, **kwargs: Any) -> Any:
         trace: list[Any] = []  # whose operators live as long as the graph that names them
         caller.__dict__.setdefault("_traces", []).append(trace)
         alone = transport.num_workers() == 1
-        with setting(current_trace, trace), nullcontext() if alone else NoDrawing():
+        with (
+            setting(current_trace, trace),
+            nullcontext() if alone else NoDrawing(),
+            _keeping_nothing(module),
+        ):
             result = getattr(caller, name)(*args, **kwargs)
         caller.__dict__["_given_kind"] = getattr(result, "graph_key", "")
         return result
+
+
+@contextmanager
+def _keeping_nothing(module: Any) -> Iterator[None]:
+    """Let modules forget the tensors that they keep for the next call, as a grid of positions.
+
+    They have no values: each graph computes its own. What is noted beside them is forgotten, too.
+    """
+    held = list(module.modules()) if isinstance(module, torch.nn.Module) else []
+    before = [dict(vars(each)) for each in held]
+    yield
+    for each, known in zip(held, before, strict=True):
+        now = vars(each)
+        new = {key: value for key, value in now.items() if value is not known.get(key, now)}
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(new)):
+            for key in new:
+                del now[key]
+            now.update({key: known[key] for key in new if key in known})
 
 
 def _with_numbers(x: Tensor) -> Tensor:

@@ -59,9 +59,10 @@ from tessel.nn.wrapped import (
     wrappers_of,
 )
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.adoption import belongs_elsewhere
+from tessel.tensor.adoption import FreshTensors, belongs_elsewhere, fresh
 from tessel.tensor.gathering import check_choice, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
+from tessel.tensor.rules.fourier import homes
 from tessel.tensor.shared_random import (
     NO_DRAWING,
     capturing,
@@ -540,6 +541,7 @@ class Entrance(HasHandle):
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
+            setting(homes, {}),
             setting(belongs_elsewhere, self._held_by(contents, given)),
         ):
             args, kwargs = self._entered(args, kwargs, given, contents)
@@ -577,12 +579,15 @@ class Entrance(HasHandle):
                 return value
             return SpreadTensor(*enter(agreements[key], value, module))
 
+        known = FreshTensors()
         with (
             buckets.in_buckets(schedule, parameters, module),
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
-            setting(belongs_elsewhere, lambda x: True),
+            setting(homes, {}),
+            setting(fresh, known),
+            known,
         ):
             args, kwargs = nested(enter_part, (args, kwargs))
             try:

@@ -3,6 +3,10 @@
 Models write `y = torch.zeros(shape); y[...] = f(x)`. All workers have the zeros alike, so each can
 keep its part of them, and nothing travels. The Python object stays the same one, so that all who
 hold it have the spread tensor from then on.
+
+In a graph that a compiler makes of a model, tensors have no values, and the compiler holds them,
+too. There it is known of those that the model's code makes, as long as it does nothing else with
+them.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tessel.core.agreement import agree
 from tessel.core.layout import Layout
-from tessel.tensor.table import in_backward, in_checkpoint, is_whole, outlining, running
+from tessel.core.linop import is_traced
+from tessel.tensor.table import in_backward, in_checkpoint, is_whole, outlining, running, tensors
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.unfinished import Zeros, left_unfinished, may_wait
 
@@ -24,6 +30,55 @@ from tessel.tensor.unfinished import Zeros, left_unfinished, may_wait
 belongs_elsewhere: ContextVar[Callable[[torch.Tensor], bool] | None] = ContextVar(
     "belongs_elsewhere", default=None
 )
+
+
+class FreshTensors(TorchFunctionMode):
+    """The plain tensors that code makes, as long as it does nothing with them.
+
+    Attributes:
+        found: whether they are zeros, by their identities, which they keep as long as this does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+        is_write = name == "__setitem__" and isinstance(args[2], Tensor)
+        if not (is_write or name in _ASKING):
+            for each in tensors(args, kwargs):
+                self.found.pop(id(each), None)
+        result = func(*args, **kwargs)
+        if name in _MAKING and isinstance(result, torch.Tensor) and not isinstance(result, Tensor):
+            self.found[id(result)] = result, "zeros" in name
+        return result
+
+    def are_zero(self, x: torch.Tensor) -> bool | None:
+        """Whether all values are zero, of a tensor that was only made; None of any other."""
+        return self.found.get(id(x), (x, None))[1]
+
+
+# functions that make tensors which nobody else knows, and those that ask for no values
+_MAKING = frozenset(
+    f"{new}{kind}{like}"
+    for kind in ("zeros", "ones", "empty", "full")
+    for new, like in (("", ""), ("new_", ""), ("", "_like"))
+)
+_ASKING = frozenset(
+    (
+        *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cpu", "is_cuda"),
+        *("size", "dim", "ndimension", "numel", "is_complex", "is_floating_point"),
+    )
+)
+
+# of the model that a compiler traces
+fresh: ContextVar[FreshTensors | None] = ContextVar("fresh", default=None)
 
 
 def adopted(x: torch.Tensor, target: Layout | None) -> bool:
@@ -42,6 +97,8 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
         return False
     if target.is_outside or (model is not None and {*target.partition.ranks} != {*model.ranks}):
         return False
+    if is_traced():
+        return _adopted_in_graph(x, target)
     if type(x) is not torch.Tensor or x.layout != torch.strided or x.requires_grad or x._is_view():
         return False
     is_held = belongs_elsewhere.get()
@@ -66,5 +123,19 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
     else:
         with torch.no_grad():
             new = Tensor(target.local_part(x).clone(), target)
+    torch.utils.swap_tensors(x, new)
+    return True
+
+
+def _adopted_in_graph(x: torch.Tensor, target: Layout) -> bool:
+    known = fresh.get()
+    are_zero = None if known is None else known.are_zero(x)
+    if are_zero is None or x.requires_grad:
+        return False
+    if are_zero and x.is_complex() and may_wait():
+        like = x.new_empty(())
+        new = left_unfinished(like, target, Zeros((0,) * x.dim(), like, target))
+    else:
+        new = Tensor(target.local_part(x).clone(), target)
     torch.utils.swap_tensors(x, new)
     return True

@@ -70,6 +70,7 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import FRIENDS, Tensor, converters, is_spread, move
+from tessel.tensor.unfinished import EARLY, unfinished_of
 
 
 def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -295,6 +296,10 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         first = args[0]
         if type(first) is not Tensor and name not in PLAIN and isinstance(first, torch.Tensor):
             args = (as_spread(first, _partition(args, kwargs)), *args[1:])
+        if name in EARLY and unfinished_of(first) is not None:
+            result = EARLY[name](name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return rule(name, func, args, kwargs)
     if is_pointwise(name):
         return pointwise(name, func, args, kwargs)

@@ -61,10 +61,9 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.tensor.unfinished import note_piece, unfinished_of
+from tessel.tensor.unfinished import Run, early, unfinished_of
 from tessel.transport import kept_in_job
 
-Run = tuple[int, int, int]  # start, stop and step
 Pick = int | Run  # of one dimension
 
 
@@ -136,11 +135,7 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         for each, n in zip((i for i in items if i is not None), base._layout.shape, strict=True)
     ]
     news = tuple(k for k, each in enumerate(items) if each is None)
-    y = None
-    if base.__dict__.get("_unfinished") is not None and items == picks:
-        y = _picked_early(base, picks)
-    if y is None:
-        y = _picked(base, tuple(picks), news)
+    y = _picked(base, tuple(picks), news)
     left = [each for each in items if not isinstance(each, int)]
     if not any(isinstance(each, torch.Tensor) for each in left):
         # by which x[1:] += 1 knows that it puts back what it took
@@ -151,18 +146,44 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     )
 
 
-def _picked_early(x: Tensor, picks: Sequence[Pick]) -> Tensor | None:
-    """Slices of a tensor that is not finished, before it is; None if it has to be."""
-    unfinished = unfinished_of(x)
-    runs = [pick for pick in picks if not isinstance(pick, int) and pick[2] == 1]
-    if unfinished is None or len(runs) < len(picks):
-        return None
-    y = unfinished.picked(runs)
+@early("__getitem__")
+def getitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Slices of a tensor that is not finished."""
+    x, key = args
+    unfinished, runs = unfinished_of(x), _runs(name, key, x._layout)
+    y = None if unfinished is None or runs is None else unfinished.picked(runs)
     if y is None:
-        return None
+        return NotImplemented
     if y.requires_grad:
         x.__dict__["_was_cut"] = True  # gradients of the slice do not pass through x
+    y.__dict__["_taken"] = weakref.ref(x), runs
     return note_view(y, x, copied=True)
+
+
+@early("__setitem__")
+def setitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values for slices of a tensor that is not finished, which are kept as they are."""
+    x, key, value = args
+    unfinished, runs = unfinished_of(x), _runs(name, key, x._layout)
+    if unfinished is None or runs is None or not isinstance(value, Tensor):
+        return NotImplemented
+    filled = unfinished.filled(runs, value)
+    if filled is None:
+        return NotImplemented
+    x.__dict__["_unfinished"] = filled
+    if value.requires_grad and filled is not unfinished:
+        with torch._C.DisableTorchFunctionSubclass():
+            x.requires_grad_()
+    return None
+
+
+def _runs(name: str, key: Any, layout: Layout) -> list[Run] | None:
+    """A key that is slices in steps of one, for each dimension; None for any other."""
+    given = key if isinstance(key, tuple) else (key,)
+    if any(is_mask(each) or _is_index(each) for each in given):
+        return None
+    items = _items(name, key, layout)
+    return items if all(isinstance(e, tuple) and e[2] == 1 for e in items) else None
 
 
 def _is_index(item: Any) -> bool:
@@ -424,15 +445,11 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
             return
         if not adopted(x, _around(name, x, key, value)):
             raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+        x[key] = value  # as into any spread tensor, which it is now
+        return
     given = key if isinstance(key, tuple) else (key,)
     if "_withheld" in x.__dict__ and not any(map(is_mask, given)):
         put_back(x, _items(name, key, x._layout), value)
-    if (
-        unfinished_of(x) is not None
-        and not any(is_mask(each) or _is_index(each) for each in given)
-        and note_piece(x, _items(name, key, x._layout), value)
-    ):
-        return
     check_change(name, x, held_layouts(args))
     if any(map(is_mask, given)):
         _assign_at_mask(name, x, given, value)
@@ -479,7 +496,8 @@ def _around_region(layout: Layout, shape: Shape, items: tuple[Pick | None, ...])
     # values are broadcast: their last dimensions are those of the slices
     for k, cut, n in zip(kept[::-1], layout.cuts[::-1], layout.shape[::-1], strict=False):
         dim, count = dims[k], len(cut.intervals)
-        if items[k] is not None and 1 < count <= shape[dim]:
+        # some parts may be empty, but only where they are in the values
+        if items[k] is not None and count > 1 and (n == shape[dim] or count <= shape[dim]):
             even = Cut(cut.axes, boxes.balanced(shape[dim], count))
             cuts[dim] = cut if n == shape[dim] else even
     whole = [Cut.whole(n) for n in shape]

@@ -1,0 +1,170 @@
+"""A step of a Fourier transform: along one dimension, which may lie in parts.
+
+A fast transform needs all points of a line on one worker: a split dimension goes to its hosts
+(`hosting.py`). Of few modes it is less to add the terms that workers have of them, and on the way
+back to give all workers these modes (`tensor/truncated_transform.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.tensor.rules.hosting import along, hosted, split_like
+from tessel.tensor.table import computed, made, moved, recut
+from tessel.tensor.tensor import Tensor, move, open_part
+from tessel.tensor.truncated_transform import DTYPES, MOST_MODES, REAL, Waves
+from tessel.tensor.unfinished import Zeros
+from tessel.tensor.windowed import outline
+
+Modes = tuple[int, ...]  # frequencies
+
+
+@dataclass(frozen=True)
+class TransformStep:
+    """A transform along one dimension.
+
+    Args:
+        kind: the name of torch's function; "half" and "early" for those below.
+        dim: what is transformed.
+        n: its length for the transform; None for the one that it has.
+        norm: of the transform.
+        hosts: the dimensions that are split instead, if they are long enough.
+    """
+
+    kind: str
+    dim: int
+    n: int | None
+    norm: str | None
+    hosts: tuple[int, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The transform; a split dimension goes to its hosts, and comes back."""
+        function = _PARTLY.get(self.kind) or getattr(torch.fft, self.kind)
+        compute = partial(of_part, function, n=self.n, dim=self.dim, norm=self.norm)
+        return cast(Tensor, along(x, (self.dim,), compute))
+
+    def at_hosts(self, x: Tensor) -> Tensor:
+        """The transform, which stays with the hosts."""
+        return self(x.move_to(hosted(x._layout, (self.dim,), self.hosts)))
+
+    def layout(self, layout: Layout) -> Layout:
+        """How a transform there, and not back, lies at the hosts."""
+        there, shape = hosted(layout, (self.dim,), self.hosts), list(layout.shape)
+        n = shape[self.dim] if self.n is None else self.n
+        shape[self.dim] = n // 2 + 1 if self.kind in ("half", "rfft", "ihfft") else n
+        return split_like(there, tuple(shape))
+
+    def sums_less(self, x: Tensor, num_modes: int) -> bool:
+        """Whether terms of so many modes are less to send than all points to their hosts."""
+        cut, length, dtype = x._layout.cuts[self.dim], x._layout.shape[self.dim], x.dtype
+        if dtype not in DTYPES or num_modes > MOST_MODES or not cut.is_consecutive(length):
+            return False
+        size = dtype.to_complex().itemsize
+        return num_modes * len(cut.intervals) * size < length * dtype.itemsize
+
+    def truncated(self, x: Tensor, modes: Modes) -> Tensor:
+        """Some modes, each the sum of terms that workers have.
+
+        They are in parts then; if there are fewer than workers, hosts are.
+        """
+        layout, dim, count = x._layout, self.dim, len(modes)
+        cut, box = layout.cuts[dim], layout.box()
+        assert box is not None
+        n = layout.shape[dim] if self.n is None else self.n
+        waves = Waves(self.kind, n, self.norm, modes, box[dim])
+        part = computed(partial(waves.analyzed, dim=dim), open_part(x))
+        even = Cut(cut.axes, boxes.balanced(count, len(cut.intervals)))
+        target = recut(layout, dim, even, count)
+        if count < len(cut.intervals):
+            target = hosted(target, (dim,), self.hosts)
+        terms = recut(layout, dim, Cut.whole(count), count)  # separate ones, along these axes
+        return made(move(terms, target).apply(part), target)
+
+    def gathers_less(self, zeros: Zeros, length: int, home: Layout) -> bool:
+        """Whether modes are less to send to all workers than points from hosts to their places.
+
+        Args:
+            zeros: the modes, and nothing that is zero along this dimension.
+            length: how many there are with those that are zero.
+            home: how the result is to lie.
+        """
+        dtype, num_modes = zeros.like.dtype, zeros.layout.shape[self.dim]
+        if dtype not in DTYPES or not dtype.is_complex or num_modes > MOST_MODES:
+            return False
+        parts = len(home.cuts[self.dim].intervals)
+        size = (dtype.to_real() if self.kind in REAL else dtype).itemsize
+        return num_modes * parts * dtype.itemsize < self._num_points(length) * size
+
+    def from_modes(self, zeros: Zeros, modes: Modes, length: int, home: Layout) -> Tensor:
+        """Each worker's own points, of modes that all workers get.
+
+        Args:
+            zeros: the modes; all else that is transformed is whole at home.
+            modes: their frequencies.
+            length: how many there are with those that are zero.
+            home: how the result lies, but for lengths.
+        """
+        dim, shape = self.dim, list(zeros.layout.shape)
+        parts = [moved(piece, self._copied(home, piece._layout.shape)) for _, piece in zeros.pieces]
+        part = parts[0]
+        if len(parts) > 1:
+            read = self._copied(home, zeros.layout.shape)
+            part = part.new_zeros(read.local_shape)
+            for (runs, _), each in zip(zeros.pieces, parts, strict=True):
+                slices = [slice(*run) for run in runs]
+                at = [slice(None) if read.is_split(d) else s for d, s in enumerate(slices)]
+                part[tuple(at)] = each
+        shape[dim] = self._num_points(length)
+        points = split_like(home, tuple(shape))
+        box = points.box()
+        assert box is not None
+        waves = Waves(self.kind, shape[dim], self.norm, modes, box[dim])
+        return made(computed(partial(waves.synthesized, dim=dim), part), points)
+
+    def _copied(self, home: Layout, shape: Shape) -> Layout:
+        """As at home, but for this dimension, of which all workers have copies of their own."""
+        return recut(split_like(home, shape), self.dim, Cut.whole(shape[self.dim]))
+
+    def _num_points(self, length: int) -> int:
+        """How many points a transform back gives."""
+        if self.n is not None:
+            return self.n
+        return length if self.kind == "ifft" else 2 * (length - 1)
+
+
+def _half(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+    """What `rfft` keeps of a transform, also of what is complex along other dimensions."""
+    found = torch.fft.fft(x, n, dim, norm)
+    return found.narrow(dim, 0, found.shape[dim] // 2 + 1)
+
+
+def _early(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+    """What has the result of `irfft` as its real part, also after transforms of other dimensions.
+
+    A mode and the conjugate one, which `irfft` adds, have twice the real part of the first.
+    """
+    n = 2 * (x.shape[dim] - 1) if n is None else n
+    x = x.narrow(dim, 0, min(x.shape[dim], n // 2 + 1))
+    factors = torch.full((x.shape[dim],), 2.0, dtype=x.dtype.to_real(), device=x.device)
+    factors[0] = 1
+    factors[n - n // 2 :] = 1  # of an even length the last mode has no other beside it
+    shape = [-1 if each == dim else 1 for each in range(x.dim())]
+    return torch.fft.ifft(x * factors.reshape(shape), n, dim, norm)
+
+
+_PARTLY = {"half": _half, "early": _early}
+
+
+def of_part(function: Any, part: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """The transform of a part; libraries refuse those without values."""
+    if part.numel():
+        found: torch.Tensor = function(part, **settings)
+        return found
+    like = function(outline(tuple(part.shape), part.dtype), **settings)
+    return torch.zeros(like.shape, dtype=like.dtype, device=part.device)
