@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core import agree, anchored_zeros
+from tessel.core import anchored_zeros
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.parameters import anchor_of, both, unshared_leaf
 
@@ -83,7 +83,8 @@ class DistributedMeasurements:
         ctx: the workers.
         num_items: the number N of measurements.
         factory: `factory(i, device, shared)` gives measurement i; called on its worker only. What
-            it draws at random depends on the seed of the context and on i.
+            it draws at random depends on the seed of the context and on i; without a seed, on a
+            number that worker 0 draws, and on i.
         shared: what all of them may use, by name.
         physics: the operators, if the image lies in parts: all workers that have a part of an
             operator have that of its measurement.
@@ -106,7 +107,7 @@ class DistributedMeasurements:
         name = type(self).__name__
         self.ctx = ctx
         self.num_items = checked_count(name, "num_items", num_items, factory)
-        agree(ctx.partition, f"{name}(num_items={self.num_items})")
+        seed = ctx.seed_for(f"{name}(num_items={self.num_items})")
         self.shared = dict(shared or {})
         if physics is not None:
             check_counts(physics.num_ops, self.num_items)
@@ -115,7 +116,7 @@ class DistributedMeasurements:
         )
         self.local = LocalTensors()
         for position, i in enumerate(self.local_indices):
-            with ctx.drawing(i):  # the same noise on any number of workers
+            with ctx.drawing(i, seed=seed):  # the same noise on any number of workers
                 made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
             if not isinstance(made, Tensor):
                 raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")

@@ -9,12 +9,13 @@ the parameters (`computing_with`). What is used and was not found raises (`unsha
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -311,6 +312,19 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
             )
 
 
+@cache
+def _of_graphs_alone() -> int:
+    """How many references Python counts of a leaf that nothing but a graph holds.
+
+    Such a leaf was made in the call, as by an object that derives its own values, and is gone: its
+    gradient reaches nobody. A parameter, wherever it is hidden, is held by who uses it.
+    """
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True, device="cpu").neg().grad_fn
+    leaf = node.next_functions[0][0].variable
+    return sys.getrefcount(leaf)
+
+
 def unshared_leaf(
     result: Tensor, own: Iterable[Tensor] = (), given: Iterable[Tensor] = ()
 ) -> Tensor | None:
@@ -336,7 +350,8 @@ def unshared_leaf(
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        is_held = leaf is not None and sys.getrefcount(leaf) > _of_graphs_alone()
+        if is_held and id(leaf) not in known:
             return leaf
         nodes += [source for source, _ in node.next_functions if source is not None]
     return None

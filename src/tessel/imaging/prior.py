@@ -233,8 +233,9 @@ class DistributedPrior:
                 f"got {got}"
             )
         # A gradient that went to a tensor which was not seen to be shared would be that of this
-        # worker's patches only, a silent wrong number.
-        leaf = unshared_leaf(result)
+        # worker's patches only, a silent wrong number. The batch itself may be one that the prior
+        # let need a gradient, in order to derive something.
+        leaf = unshared_leaf(result, given=[batch])
         if leaf is not None:
             problems.append(
                 f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "
