@@ -48,6 +48,10 @@ _FUNCTION = types.FunctionType
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
+WAY_OUT = (
+    "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
+    "for each"
+)
 Common = tuple[Tensor, list[str]]  # a tensor, and the places, in words, whose objects use it
 
 
@@ -355,6 +359,17 @@ def unshared_leaf(
             return leaf
         nodes += [source for source, _ in node.next_functions if source is not None]
     return None
+
+
+def leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What gets the gradients of tensors without a movement between workers, each once."""
+    found: dict[int, Tensor] = {}
+    for each in filter(needs_grad, tensors):
+        leaf = unshared_leaf(each, found.values())
+        while leaf is not None:
+            found[id(leaf)] = leaf
+            leaf = unshared_leaf(each, found.values())
+    return list(found.values())
 
 
 def unshared_problem(

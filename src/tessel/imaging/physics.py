@@ -37,6 +37,7 @@ from tessel.core import (
 from tessel.imaging.context import DistributedContext, is_whole, local_indices
 from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
+    WAY_OUT,
     Copies,
     anchor_of,
     both,
@@ -60,10 +61,6 @@ from tessel.imaging.signal import Image, local_data
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
 _NO_ARGUMENTS: Arguments = (), {}
-WAY_OUT = (
-    "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
-    "for each"
-)
 _DTYPES = (  # of images and measurements
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
