@@ -158,6 +158,22 @@ def test_dtypes_are_converted() -> None:
         _ = FromArray(np.array(["text"])).dtype
 
 
+def test_what_is_read_is_not_the_memory_of_a_source() -> None:
+    """Also where a view is not known as one."""
+    array, box = values(), ((0, 4), (0, 7), (0, 3))
+    with torch.inference_mode():
+        tensor = torch.from_numpy(values()) + 0
+        FromArray(tensor).read(1, box).mul_(2)
+        FromArrays([tensor[1]]).read(0, box).mul_(2)
+        assert np.array_equal(tensor.numpy(), array)
+
+    def read(index: int, box: Any) -> torch.Tensor:
+        return torch.from_numpy(array[index])
+
+    FromFunction(read, SHAPE[1:], torch.float32, length=5).read(1, box).mul_(2)
+    assert np.array_equal(array, values())
+
+
 def test_what_is_outside_raises() -> None:
     source = FromArray(values())
     for index in (-1, 5):

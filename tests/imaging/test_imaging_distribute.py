@@ -29,6 +29,7 @@ from tessel.imaging import (
     DistributedStackedLinearPhysics,
     DistributedStackedPhysics,
     distribute,
+    solvers,
 )
 from tessel.imaging.distribution_strategies.strategies import BasicStrategy
 from tessel.testing import count_traffic
@@ -159,6 +160,45 @@ def derive(strategy: str) -> None:
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_gradients_are_those_of_one_process(run: Run, nprocs: int, strategy: str) -> None:
     run(derive, strategy, nprocs=nprocs, timeout=100)
+
+
+def derive_shared_measurements() -> None:
+    """All workers have all measurements: each gets the gradient of all uses of them."""
+    ops, ys, x = operators(), measured(operators()), values(SHAPE, 3)
+    L2 = deepinv.optim.L2
+    everywhere = deepinv.physics.stack(*operators())
+    many = deepinv.optim.StackedPhysicsDataFidelity([L2()] * 3)
+    with DistributedContext() as ctx:
+        physics, fidelity = distribute(ops, ctx), distribute(L2(), ctx)
+        layout = tessel.Layout.whole(ctx.partition, SHAPE, shared=True)
+
+        def least_squares(physics: Any, y: Any) -> Tensor:
+            method = solvers.CGLS(physics, y, damping=0.1)
+            start = torch.zeros_like(x)
+            return solvers.solve(
+                method, start, layout=layout, max_iterations=3, differentiable=True
+            ).x
+
+        for name, ours, theirs in (
+            ("A_adjoint", physics.A_adjoint, everywhere.A_adjoint),
+            ("A_vjp", lambda y: physics.A_vjp(x, y), lambda y: everywhere.A_vjp(x, y)),
+            ("loss", lambda y: fidelity(x, y, physics), lambda y: many(x, y, everywhere)),
+            ("grad", lambda y: fidelity.grad(x, y, physics), lambda y: many.grad(x, y, everywhere)),
+            ("CGLS", lambda y: least_squares(physics, y), lambda y: least_squares(everywhere, y)),
+        ):
+            found = []
+            for function in (ours, theirs):
+                scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+                y = deepinv.utils.TensorList([scale * each for each in ys])
+                result = function(y)
+                found.append([result, *torch.autograd.grad(result.square().sum(), scale)])
+            for got, want in zip(*found, strict=True):
+                close(name, got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_measurements_of_all_workers_get_all_of_a_gradient(run: Run, nprocs: int) -> None:
+    run(derive_shared_measurements, nprocs=nprocs, timeout=100)
 
 
 def network() -> torch.nn.Module:

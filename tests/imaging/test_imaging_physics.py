@@ -589,8 +589,9 @@ def test_what_is_sent(run: Run) -> None:
         assert received <= 2 * 3 / 4 * whole + 4 * 64
 
 
-def noisy(count: int) -> list[tuple[int, Tensor]]:
-    with DistributedContext(seed=3) as ctx:
+def noisy(count: int, seed: int | None = 3) -> list[tuple[int, Tensor]]:
+    torch.manual_seed(5)  # on all workers
+    with DistributedContext(seed=seed) as ctx:
         operators = [
             Blur(filter=gaussian_blur(sigma=1.0), padding="circular") for _ in range(count)
         ]
@@ -603,12 +604,75 @@ def noisy(count: int) -> list[tuple[int, Tensor]]:
         return [(i, torch.cat([a.reshape(-1), b.reshape(-1), c])) for i, a, b, c in pairs]
 
 
-def test_noise_depends_on_the_seed_and_the_item(run: Run) -> None:
-    found = [dict(chain(*run(noisy, 3, nprocs=nprocs))) for nprocs in NUMBERS]
+@pytest.mark.parametrize("seed", [3, None])
+def test_noise_depends_on_the_seed_and_the_item(run: Run, seed: int | None) -> None:
+    found = [dict(chain(*run(noisy, 3, seed, nprocs=nprocs))) for nprocs in NUMBERS]
     for other in found[1:]:
         assert all(torch.equal(found[0][i], other[i]) for i in range(3))
     assert not torch.equal(found[0][0], found[0][1])
     assert not torch.equal(found[0][0][:64], found[0][0][64:128])
+
+
+def multiples() -> list[Any]:
+    """Operators x, 2 x and 3 x."""
+    functions = [partial(torch.mul, torch.tensor(k)) for k in (1.0, 2.0, 3.0)]
+    return [SimpleNamespace(A=each, A_adjoint=each) for each in functions]
+
+
+def derive_measurements() -> None:
+    """Measurements that depend on one tensor, which all workers have."""
+
+    def problem(ctx: DistributedContext, measurements: Any, **shared: Tensor) -> list[Tensor]:
+        made = DistributedMeasurements(ctx, 3, measurements, shared)
+        physics = spread(ctx, multiples())
+        loss = DistributedDataFidelity(ctx, physics, made)(torch.ones(2, 4))
+        return list(torch.autograd.grad(loss.sum(), scale))
+
+    with DistributedContext() as ctx:
+        scale = torch.tensor(2.0, requires_grad=True)
+        (got,) = problem(ctx, lambda i, device, shared: shared["a"] * torch.ones(2, 4), a=scale)
+        assert got == sum(8 * (2.0 - (k + 1)) for k in range(3))
+        if ctx.world_size > 1:
+            listed = [scale * torch.ones(2, 4) for _ in range(3)]
+            for function in (
+                lambda i, device, shared: scale * torch.ones(2, 4),
+                lambda i, device, shared: listed[i],
+            ):
+                with pytest.raises(ValueError, match="a part of the gradient"):
+                    problem(ctx, function)
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_measurements_share_what_is_passed_as_shared(run: Run, nprocs: int) -> None:
+    run(derive_measurements, nprocs=nprocs)
+
+
+class Quartic:
+    """A data fidelity that derives itself, as deepinv's do by default."""
+
+    def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        return (physics.A(x) - y).pow(4).flatten(1).sum(1)
+
+    def grad(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        with torch.enable_grad():
+            u = physics.A(x).requires_grad_()
+            (slope,) = torch.autograd.grad((u - y).pow(4).sum(), u, create_graph=True)
+        return physics.A_vjp(x, slope)
+
+
+def derive_itself() -> None:
+    with DistributedContext() as ctx:
+        physics = spread(ctx, multiples())
+        made = DistributedMeasurements(ctx, 3, lambda i, device, shared: torch.ones(2, 4))
+        fidelity = DistributedDataFidelity(ctx, physics, made, lambda *_: Quartic())
+        x = torch.full((2, 4), 0.5)
+        wanted = sum(4 * (k + 1) * ((k + 1) * x - 1) ** 3 for k in range(3))
+        close("gradient", fidelity.grad(x), wanted, 1e-6)
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_fidelities_may_derive_themselves(run: Run, nprocs: int) -> None:
+    run(derive_itself, nprocs=nprocs)
 
 
 def own_operator() -> None:

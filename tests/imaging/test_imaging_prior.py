@@ -250,6 +250,43 @@ def test_an_unrolled_method_is_trained(run: Run, nprocs: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+class GradientStep(Denoiser):
+    """A step down the gradient of a potential, which it derives itself."""
+
+    def forward(self, x: Tensor, sigma: Any) -> Tensor:
+        with torch.enable_grad():
+            x = x.requires_grad_()
+            rest = x - self.layers(x)
+            (slope,) = torch.autograd.grad(rest.square().sum() / 2, x, create_graph=True)
+        return x - sigma * slope
+
+
+def step(grid: tuple[int, int] | None, patch_size: int, sigma: Any, learns: bool) -> None:
+    with DistributedContext() as ctx:
+        x = values(SHAPE, 1)
+        denoiser = GradientStep().requires_grad_(learns)
+        signal = DistributedSignal(ctx, SHAPE, torch.float64, grid)
+        tiles = {"patch_size": patch_size, "receptive_field_size": 6}
+        prior = DistributedPrior(ctx, denoiser, "smart_tiling", SHAPE, tiles, signal.layout)
+        signal.update_(prior.prox(signal.layout.local_part(x), sigma))
+        close("prox", signal.whole(), denoiser(x.clone(), sigma), TOLERANCE)
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+@pytest.mark.parametrize("learns", [False, True])
+def test_denoisers_that_derive_themselves(run: Run, nprocs: int, learns: bool) -> None:
+    for grid in (None, (nprocs, 1)):
+        for patch_size in (8, 20):  # some workers have no patch
+            run(step, grid, patch_size, 0.1, learns, nprocs=nprocs)
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_arguments_of_each_image(run: Run, nprocs: int) -> None:
+    sigma = torch.tensor([0.1, 0.7], dtype=torch.float64).reshape(2, 1, 1, 1)
+    for grid in (None, (nprocs, 1)):
+        run(step, grid, 8, sigma, False, nprocs=nprocs)
+
+
 SECRET: list[Tensor] = []
 
 

@@ -318,7 +318,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 def as_tensor(found: Any) -> torch.Tensor:
     """A tensor of what was read, in memory of its own and not in that of another array."""
     if isinstance(found, torch.Tensor):
-        return found.detach().clone() if found._is_view() else found.detach()
+        # A view may not be known as one in inference mode. Memory that torch has not allocated, as
+        # of an array of numpy, cannot be resized.
+        is_own = not found._is_view() and not found.is_inference()
+        is_own = is_own and found.untyped_storage().resizable()
+        return found.detach() if is_own else found.detach().clone()
     array = np.asarray(found)
     if not (array.flags.owndata and array.flags.c_contiguous and array.dtype.isnative):
         array = np.array(array, array.dtype.newbyteorder("="), order="C")

@@ -44,7 +44,7 @@ class DistributedContext:
             `seed + k`, so that workers draw different numbers. What must be equal is drawn in
             `shared_random()`. What is drawn for item i, in a factory or for the noise of
             measurement i, depends on the seed and on i alone, so that results do not depend on the
-            number of workers.
+            number of workers; without a seed, on a number that worker 0 draws, and on i.
         device_mode: "cpu", "gpu", or None for a GPU where there is one; workers of a host with
             fewer GPUs share them, and a warning says so.
         debug: compare, at each update of a signal and each input of an operator, what the workers
@@ -191,16 +191,31 @@ class DistributedContext:
         """The workers that have at least one item, in ascending order."""
         return sorted({self.owner(item, num_items) for item in range(num_items)})
 
-    def drawing(self, item: int, call: int = 0) -> AbstractContextManager[None]:
-        """Random numbers that depend on the seed and an item; without a seed, torch's own.
+    def seed_for(self, call: str) -> int:
+        """The seed of what items draw in a call, which all workers make together.
+
+        That of the context. Without one it is a number that worker 0 draws, from torch's generator:
+        workers that were seeded alike would draw the same numbers for different items.
+
+        Args:
+            call: in words, the same on all workers.
+        """
+        own = 0 if self.seed is not None else int(torch.randint(2**62, (), device="cpu"))
+        _, told = agree(self.partition, call, numbers=[own])
+        return self.seed if self.seed is not None else told[self.partition.ranks[0]][0]
+
+    def drawing(
+        self, item: int, call: int = 0, seed: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Random numbers that depend on a seed and an item; without a seed, torch's own.
 
         Args:
             item: for which numbers are drawn.
             call: how often they were drawn for it before.
+            seed: what `seed_for` gave; None for that of the context.
         """
-        if self.seed is None:
-            return nullcontext()
-        return drawing(self.seed, item, call, self.device)
+        own = self.seed if seed is None else seed
+        return nullcontext() if own is None else drawing(own, item, call, self.device)
 
     @contextmanager
     def shared_random(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from tessel.core import Layout, Shape, Signature, agree, anchored_zeros, total
 from tessel.imaging.context import DistributedContext, check_choice
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
+    WAY_OUT,
     check_common,
     depending_on,
     idle,
@@ -23,7 +24,7 @@ from tessel.imaging.parameters import (
 )
 from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.parts.operators import Operator, Whole, vjp
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
+from tessel.imaging.physics import DistributedPhysics, OperatorCall
 from tessel.imaging.signal import Image, local_data
 from tessel.transport import kept_in_job
 

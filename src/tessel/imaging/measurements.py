@@ -10,9 +10,21 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core import agree, anchored_zeros
+from tessel.core import anchored_zeros
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.parameters import anchor_of, both, unshared_leaf
+from tessel.imaging.parameters import (
+    WAY_OUT,
+    Copies,
+    anchor_of,
+    both,
+    check_common,
+    computing_with,
+    in_common,
+    learned,
+    leaves_of,
+    tensors_held_by,
+    unshared_leaf,
+)
 
 
 class LocalTensors(list[Tensor]):
@@ -83,8 +95,11 @@ class DistributedMeasurements:
         ctx: the workers.
         num_items: the number N of measurements.
         factory: `factory(i, device, shared)` gives measurement i; called on its worker only. What
-            it draws at random depends on the seed of the context and on i.
-        shared: what all of them may use, by name.
+            it draws at random depends on the seed of the context and on i; without a seed, on a
+            number that worker 0 draws, and on i.
+        shared: what all of them may use, by name. Tensors and modules among it that need gradients
+            get that of all measurements, on every worker. If those of several workers depend on
+            another tensor that needs one, ValueError is raised.
         physics: the operators, if the image lies in parts: all workers that have a part of an
             operator have that of its measurement.
 
@@ -106,7 +121,7 @@ class DistributedMeasurements:
         name = type(self).__name__
         self.ctx = ctx
         self.num_items = checked_count(name, "num_items", num_items, factory)
-        agree(ctx.partition, f"{name}(num_items={self.num_items})")
+        seed = ctx.seed_for(f"{name}(num_items={self.num_items})")
         self.shared = dict(shared or {})
         if physics is not None:
             check_counts(physics.num_ops, self.num_items)
@@ -114,13 +129,20 @@ class DistributedMeasurements:
             ctx.local_indices(self.num_items) if physics is None else physics.local_indices
         )
         self.local = LocalTensors()
-        for position, i in enumerate(self.local_indices):
-            with ctx.drawing(i):  # the same noise on any number of workers
-                made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
-            if not isinstance(made, Tensor):
-                raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")
-            made = made.to(ctx.device)
-            self.local.append(made if physics is None else physics.part_of(position, made))
+        held, copies = leaves_of(tensors_held_by((factory, self.shared))), Copies()
+        # Copies of what all workers share, whose gradients are summed over them.
+        copies.add(learned(self.shared), ctx.partition)
+        with computing_with(copies, self.shared) as self.local.anchor:
+            for position, i in enumerate(self.local_indices):
+                with ctx.drawing(i, seed=seed):  # the same noise on any number of workers
+                    made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
+                if not isinstance(made, Tensor):
+                    raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")
+                made = made.to(ctx.device)
+                self.local.append(made if physics is None else physics.part_of(position, made))
+        # Workers that hold a part of a measurement each get a part of its gradient.
+        common = in_common(ctx, held, f"worker {ctx.rank}", leaves_of(self.local))
+        check_common(name, common, self.shared, WAY_OUT)
 
     def __len__(self) -> int:
         return self.num_items

@@ -9,12 +9,13 @@ the parameters (`computing_with`). What is used and was not found raises (`unsha
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ _FUNCTION = types.FunctionType
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
+WAY_OUT = (
+    "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
+    "for each"
+)
 Common = tuple[Tensor, list[str]]  # a tensor, and the places, in words, whose objects use it
 
 
@@ -311,6 +316,19 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
             )
 
 
+@cache
+def _of_graphs_alone() -> int:
+    """How many references Python counts of a leaf that nothing but a graph holds.
+
+    Such a leaf was made in the call, as by an object that derives its own values, and is gone: its
+    gradient reaches nobody. A parameter, wherever it is hidden, is held by who uses it.
+    """
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True, device="cpu").neg().grad_fn
+    leaf = node.next_functions[0][0].variable
+    return sys.getrefcount(leaf)
+
+
 def unshared_leaf(
     result: Tensor, own: Iterable[Tensor] = (), given: Iterable[Tensor] = ()
 ) -> Tensor | None:
@@ -336,10 +354,22 @@ def unshared_leaf(
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        is_held = leaf is not None and sys.getrefcount(leaf) > _of_graphs_alone()
+        if is_held and id(leaf) not in known:
             return leaf
         nodes += [source for source, _ in node.next_functions if source is not None]
     return None
+
+
+def leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What gets the gradients of tensors without a movement between workers, each once."""
+    found: dict[int, Tensor] = {}
+    for each in filter(needs_grad, tensors):
+        leaf = unshared_leaf(each, found.values())
+        while leaf is not None:
+            found[id(leaf)] = leaf
+            leaf = unshared_leaf(each, found.values())
+    return list(found.values())
 
 
 def unshared_problem(

@@ -37,6 +37,7 @@ from tessel.core import (
 from tessel.imaging.context import DistributedContext, is_whole, local_indices
 from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
+    WAY_OUT,
     Copies,
     anchor_of,
     both,
@@ -60,10 +61,6 @@ from tessel.imaging.signal import Image, local_data
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
 _NO_ARGUMENTS: Arguments = (), {}
-WAY_OUT = (
-    "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
-    "for each"
-)
 _DTYPES = (  # of images and measurements
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
@@ -143,7 +140,7 @@ class DistributedPhysics:
         self.num_ops = checked_count(name, "num_ops", num_ops, factory)
         self.shared = dict(shared or {})
         self._label = f"{name}({self.num_ops} operators over {ctx.world_size} workers)"
-        agree(ctx.partition, f"{name}(num_ops={self.num_ops})")
+        seed = ctx.seed_for(f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
         held = tensors_held_by((factory, self.shared))
         self.is_whole = layout is None or is_whole(layout)
@@ -154,7 +151,7 @@ class DistributedPhysics:
         self.place = self.rows.name_of(ctx.rank) if self.active else "no copy of the image"
         mine = local_indices(self.num_ops, row, self.rows.count, ctx.sharding)
         self.local_indices: list[int] = mine if self.active else []
-        self.local_operators = [self._made(factory, i) for i in self.local_indices]
+        self.local_operators = [self._made(factory, i, seed) for i in self.local_indices]
         self._spread: list[Operator] = [
             partition_physics(physics, self.rows.own, self._owner(position))
             for position, physics in enumerate(self.local_operators)
@@ -179,16 +176,21 @@ class DistributedPhysics:
     def __call__(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
 
-        Of an image in parts each operator that can be called sees all of it, on one worker: noise
-        is that of one process. For images that no worker can hold, add noise to `A(x)` yourself.
+        Without a seed in the context it depends on i and on a number that worker 0 draws from
+        torch's generator. Of an image in parts each operator that can be called sees all of it, on
+        one worker: noise is that of one process. For images that no worker can hold, add noise to
+        `A(x)` yourself.
         """
-        number, self._num_calls = self._num_calls, self._num_calls + 1
+        seed, number = self.ctx.seed, self._num_calls
+        self._num_calls += 1
+        if seed is None:  # a new one for each call, as torch's generator has gone on
+            seed, number = self.ctx.seed_for(f"{self._label}.__call__"), 0
 
         def measured(position: int, operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
             physics, owner = self.local_operators[position], self._owner(position)
             if not callable(physics):
                 return operator.A(x, **call.settings)
-            with self.ctx.drawing(self.local_indices[position], number):
+            with self.ctx.drawing(self.local_indices[position], number, seed):
                 return operator.measured(physics, x, owner, **call.settings)
 
         terms = [partial(measured, position) for position in range(len(self._spread))]
@@ -233,9 +235,9 @@ class DistributedPhysics:
     def __repr__(self) -> str:
         return self._label
 
-    def _made(self, factory: Factory | None, item: int) -> Any:
+    def _made(self, factory: Factory | None, item: int, seed: int) -> Any:
         assert factory is not None
-        with self.ctx.drawing(item):  # the same numbers whichever worker makes it
+        with self.ctx.drawing(item, seed=seed):  # the same numbers whichever worker makes it
             operator = factory(item, self.ctx.device, self.shared)
         missing = [name for name in self.methods if not hasattr(operator, name)]
         if missing:

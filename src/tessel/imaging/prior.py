@@ -135,6 +135,7 @@ class DistributedPrior:
     def prox(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The proximal operator or denoiser of each patch, which gets the further arguments.
 
+        They may have a value for each image of the batch: then patches go to it one by one.
         With `gather=False` this worker's patches in their places, and zeros elsewhere.
         """
         own = self.apply_to or (self.prior.prox if hasattr(self.prior, "prox") else self.prior)
@@ -172,6 +173,10 @@ class DistributedPrior:
             copies.add(tensors, layout.partition)
             args, settings = copies.instead((args, settings))
         read, tiling = self._read.apply(x), self.tiling if gather else self._in_place
+        # An argument of several values may have one for each image: a prior that is given a patch
+        # of all images, and no second patch, finds them as in the whole image.
+        is_batch = self.strategy.signal_shape[0] > 1
+        one_by_one = is_batch and any(map(_has_several, (*args, *settings.values())))
         problems: list[str] = []
         # At the first call all workers raise or none does: one without patches finds nothing
         # itself. Later calls cost no message, and the worker that finds something raises.
@@ -180,7 +185,7 @@ class DistributedPrior:
         try:
             with computing_with(copies, self._users) as parameters:
                 made = partial(self._made, function, args, settings, problems)
-                written = tiling.put_together(made, read, self.local_indices)
+                written = tiling.put_together(made, read, self.local_indices, one_by_one)
         except MISFITS as error:
             if is_new:
                 agree(layout.partition, f"{said}, which raised {type(error).__name__}: {error}")
@@ -233,8 +238,9 @@ class DistributedPrior:
                 f"got {got}"
             )
         # A gradient that went to a tensor which was not seen to be shared would be that of this
-        # worker's patches only, a silent wrong number.
-        leaf = unshared_leaf(result)
+        # worker's patches only, a silent wrong number. The batch itself may be one that the prior
+        # let need a gradient, in order to derive something.
+        leaf = unshared_leaf(result, given=[batch])
         if leaf is not None:
             problems.append(
                 f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "
@@ -252,6 +258,13 @@ class DistributedPrior:
 
     def __repr__(self) -> str:
         return self._label
+
+
+def _has_several(value: Any) -> bool:
+    """Whether an argument has several values, as one for each image of a batch."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    return isinstance(value, list | tuple) and len(value) > 1
 
 
 class DistributedProcessing(torch.nn.Module):

@@ -35,7 +35,7 @@ from tessel.imaging.context import DistributedContext, check_choice
 from tessel.imaging.fidelity import REDUCTIONS, DistributedDataFidelity
 from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import LocalTensors
-from tessel.imaging.parameters import anchor_of, depending_on
+from tessel.imaging.parameters import anchor_of, copying, depending_on, needs_grad
 from tessel.imaging.parts.operators import normal
 from tessel.imaging.physics import AT_IMAGE, DistributedPhysics, Factory, Term
 from tessel.imaging.signal import Image, local_data
@@ -119,9 +119,14 @@ class DistributedStackedPhysics(DistributedPhysics):
         if len(ys) == count and (isinstance(ys, LocalTensors) or count != self.num_ops):
             return ys
         if len(ys) == self.num_ops:
-            given = [ys[i] for i in range(len(ys))]
+            # Shared values, of which each worker uses some: their gradients are those of all uses.
+            partition = self.ctx.partition
+            given = [
+                copying(partition, tuple(y.shape)).apply(y) if needs_grad(y) else y
+                for y in (ys[i] for i in range(len(ys)))
+            ]
             # A worker without operators depends on those of the others, whose gradients it sums.
-            needed = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
+            needed = [each for each in given if needs_grad(each)]
             anchor = anchored_zeros((), *needed) if needed else None
             return LocalTensors([given[i] for i in self.local_indices], anchor)
         call = (

@@ -79,14 +79,20 @@ class Tiling:
         self.strategy.reduce_patches(out, pairs)
 
     def put_together(
-        self, function: Callable[[Tensor], Tensor], read: Tensor, indices: list[int]
+        self,
+        function: Callable[[Tensor], Tensor],
+        read: Tensor,
+        indices: list[int],
+        one_by_one: bool = False,
     ) -> Tensor:
-        """What this worker's patches answer for, batch by batch."""
+        """What this worker's patches answer for, batch by batch, or each patch in a batch alone."""
         out = read.new_zeros(self.written.local_shape)
         pairs = self.patches(read, indices)
         place, kept = 0, Pairs()
         in_turn = getattr(self.strategy, "reduces_in_turn", False)
-        for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
+        patches = [patch for _, patch in pairs]
+        together = [[each] for each in patches] if one_by_one else [patches]
+        for batch in chain.from_iterable(map(self.strategy.apply_batching, together)):
             result, start = function(batch), 0
             while start < len(result) and place < len(pairs):
                 number, patch = pairs[place]

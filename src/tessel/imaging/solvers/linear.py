@@ -97,6 +97,11 @@ class CGLS(Method):
 
     def __post_init__(self) -> None:
         check_not_negative(self, damping=self.damping)
+        if hasattr(self.physics, "spread"):
+            # Stacked physics, whose measurements every worker has: ‖A p‖² is summed over workers,
+            # so that each goes on with those of its own operators.
+            object.__setattr__(self, "measurements", self.physics.own(self._measured))
+            object.__setattr__(self, "physics", self.physics.spread)
 
     def complete(self, values: Values, space: Space) -> Values:
         return {**values, "rest": self._rest(values["x"])}
