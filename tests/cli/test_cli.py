@@ -37,9 +37,13 @@ JOIN = "import os, signal, sys, time, torch, tessel\nP = tessel.world()\n"
 WAIT = "tessel.nn.AllSumReduce(P, [0])(torch.ones(3))\n"
 
 
-def tessel(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command; the workers that it starts are new processes."""
-    return python("-m", "tessel", *args, cwd=cwd, env=environment(**env), timeout=LIMIT)
+def tessel(
+    *args: object, cwd: Path, starts_workers: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; its workers are forks, unless how they start is what a test is about."""
+    env = environment(**env)
+    command = "-m", "tessel", *args
+    return python(*command, cwd=cwd, env=env, timeout=LIMIT, starts_workers=starts_workers)
 
 
 def command(*args: object) -> list[str]:
@@ -71,7 +75,8 @@ def test_run_is_python_on_every_worker(tmp_path: Path) -> None:
         "threads = os.environ['OMP_NUM_THREADS']\n"
         "print(P.rank, P.size, int(y), beside.value, threads, *sys.argv[1:])\n",
     )
-    done = tessel("run", "-n", 2, "--threads", 3, path.name, "-n", "a b", "--help", cwd=tmp_path)
+    words = ("--threads", 3, path.name, "-n", "a b", "--help")
+    done = tessel("run", "-n", 2, *words, cwd=tmp_path, starts_workers=True)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "0 2 2 7 3 -n a b --help",
@@ -95,7 +100,7 @@ def test_run_module_and_default_threads(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_shows_the_first_failure_last(tmp_path: Path) -> None:
     path = script(tmp_path, "if P.rank == 1:\n    raise ValueError('no data')\n" + WAIT)
-    done = tessel("run", "-n", 2, path, cwd=tmp_path)
+    done = tessel("run", "-n", 2, path, cwd=tmp_path, starts_workers=True)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-1] == "ValueError: no data"
