@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import tessel
 from tessel.launch.fork import fork
@@ -73,6 +72,9 @@ def _be_python(
     os.environ.clear()
     os.environ.update(env)
     if not starts_workers:
+        # here, as workers of the pool need none of it
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
         subprocess_handler.Popen = ForkedWorker  # type: ignore[misc, attr-defined]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         os.dup2(output.fileno(), 1)
