@@ -29,7 +29,7 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 PRELOAD = (
     *("torch._dynamo", "torch._dynamo.backends.common", "torch._inductor.pattern_matcher"),
     *("torch._decomp.decompositions_for_jvp", "torch.distributed.fsdp", "torch.distributed.optim"),
-    *("deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage"),
+    *("deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage", "compilers"),
 )
 ALONE = ("launch", "transport")  # folders whose tests share the machine with two others at most,
 # but for these, of values alone
