@@ -23,6 +23,7 @@ import pytest
 from rich.console import Console
 
 import tessel
+from scripts import python
 from tessel.cli import main
 from tessel.cli.demos import classes, deblur, demos, fourier, movements, unet
 from tessel.cli.demos.movements import Row
@@ -61,18 +62,13 @@ def alone(pool: Any) -> list[Report]:
     return [report for name in names for report in pool.run(reported, name, 8, nprocs=1)[0]]
 
 
-# --- as a user starts it
+# --- as a user sees it
 
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tessel", "demo", "--output", "pictures", "--size", "64"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    words = ("demo", "--output", "pictures", "--size", "64")
+    done = python("-m", "tessel", *words, cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout
     assert "4 workers compute what one process computes" in printed
