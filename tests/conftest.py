@@ -1,5 +1,7 @@
 """One pool of workers for the whole run, and a time limit for every test."""
 
+from __future__ import annotations
+
 import faulthandler
 import gc
 import linecache
@@ -10,26 +12,23 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-import torch
 
-import garbage  # noqa: F401
-import jobs
-from tessel.testing.pool import WorkerPool
+if TYPE_CHECKING:
+    from tessel.testing.pool import WorkerPool
 
 # inductor would compile programs to see which vector instructions run, for half of a minute
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 gc.disable()  # until all is collected: of what imports make nothing is garbage
-torch.set_num_threads(1)  # of this process: tensors are small here, and more threads only wait
 
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
 # tensors of some functions, and with forward mode, and its graphs of autograd with inductor
 PRELOAD = (
     *("torch._dynamo", "torch._dynamo.backends.common", "torch._inductor.pattern_matcher"),
     *("torch._decomp.decompositions_for_jvp", "torch.distributed.fsdp", "torch.distributed.optim"),
-    *("deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage"),
+    *("deepinv", "matplotlib.pyplot", "hypothesis", "pytest", "garbage", "compilers"),
 )
 ALONE = ("launch", "transport")  # folders whose tests share the machine with two others at most,
 # but for these, of values alone
@@ -48,6 +47,8 @@ LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter lim
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     """The workers of this run."""
+    from tessel.testing.pool import WorkerPool
+
     zoo = is_zoo(request.config)
     # Tests of a few files, which do not import deepinv, do not wait for all of this.
     preload = [name for name in PRELOAD if name in sys.modules or "deepinv" in sys.modules]
@@ -69,6 +70,7 @@ def in_new_job(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
     A job reads these variables when it begins: so the workers leave the one that they are in.
     """
+    import jobs
 
     def run(
         fn: Callable[..., Any], *args: Any, nprocs: int, timeout: float, **settings: str
@@ -113,6 +115,17 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ends_workers: of the pool, whose imports are lost; runs last"
     )
     config.addinivalue_line("markers", "zoo: models of other packages; runs by `-m zoo` alone")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # The process that shares tests out to lanes runs none: the lanes start without its imports.
+    if session.config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+
+    import garbage  # noqa: F401
+
+    torch.set_num_threads(1)  # tensors are small here, and more threads only wait
 
 
 def pytest_collection_finish() -> None:

@@ -2,8 +2,8 @@
 
 A new example is found by itself. It runs without options, or with those that `SMALL` has for it;
 what it prints after "loss", "error" or "PSNR" must be the same on any number of workers. One script
-is started as users start it, in one process and by `tessel run`; the others run on the workers of
-the pool, which have the environment that torchrun gives: each start would import torch thrice.
+is a program of its own, in one process, which is started as users start it, and under `tessel run`;
+the others run on the workers of the pool, which have the environment that torchrun gives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from scripts import main_program
+from scripts import main_program, python
 from tessel.examples import classes, deblur, gpt
 from tessel.testing.pool import WorkerPool
 
@@ -88,14 +88,16 @@ def assert_drawn(script: str, folder: Path) -> None:
 
 def start(script: str, launcher: str, folder: Path, *more: str) -> str:
     """What an example prints that a user starts; the pictures that it says it draws are there."""
-    done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], *arguments(script, folder), *more],
-        cwd=folder,  # what an example saves elsewhere does not stay
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    words = *LAUNCHERS[launcher], *arguments(script, folder), *more
+    env = {**os.environ, "COLUMNS": "200"}
+    # in `folder`: what an example saves elsewhere does not stay
+    if launcher == "python":  # its workers import its main module, and a fork has another
+        command = [sys.executable, *words]
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=100
+        )
+    else:
+        done = python(*words, cwd=folder, env=env, timeout=100)
     assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
     assert_drawn(script, folder)
     return done.stdout

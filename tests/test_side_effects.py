@@ -72,14 +72,17 @@ def rest():
         "torch": (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
     }
 
-torch_before, before = seen(), rest()
+def safe():  # by what `torch.load` makes values
+    return {each.__module__ for each in torch.serialization.get_safe_globals()}
+
+torch_before, before, safe_before = seen(), rest(), safe()
 import tessel
 after = rest()
 changed = [(key,) for key in before if before[key] != after[key]]
 changed += [key for key, value in seen().items()
             if torch_before.get(key) != value
             and (key in torch_before or (key[0], "__name__") in torch_before)]
-print(changed)
+print((changed, safe() - safe_before))
 """
 
 
@@ -92,13 +95,9 @@ def python(*arguments: str) -> str:
 @pytest.mark.slow
 def test_import_changes_nothing_outside() -> None:
     loaded = "import sys, tessel; print(*(m for m in sys.modules if not m.startswith('tessel')))"
-    changed = eval(python(COMPARE, *python(loaded).split()))
+    changed, safe = eval(python(COMPARE, *python(loaded).split()))
     assert [each for each in changed if each not in REGISTERED] == []
-    listed = "print(*(each.__module__ for each in torch.serialization.get_safe_globals()))"
-    torchs, ours = (
-        python(f"import {name}\n{listed}").split() for name in ("torch", "tessel, torch")
-    )
-    assert {*ours} - {*torchs} == {"tessel.distributed.shards"}
+    assert safe == {"tessel.distributed.shards"}
 
 
 @pytest.mark.slow
@@ -108,7 +107,7 @@ def test_a_comparison_finds_a_hook_and_a_patch() -> None:
         "import tessel; import torch.optim.optimizer as o; torch.nn.Linear.forward = print\n"
         "o.register_optimizer_step_pre_hook(print)"
     )
-    changed = eval(
+    changed, _ = eval(
         python(COMPARE.replace("import tessel\n", f"{patch}\n"), "torch.optim.optimizer")
     )
     assert ("torch.optim.optimizer", "_global_optimizer_pre_hooks") in changed

@@ -89,16 +89,16 @@ def library(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run_tests(
+def run_python(
     names: Sequence[str],
-    chosen: Sequence[str],
+    program: Sequence[str],
     engine: Path = SOURCE / "engine.c",
     folder: Path = BUILD,
     more: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """The engine's tests with sanitizers in the extension: how they ended, and what was said.
+    """A program with sanitizers in the extension: how it ended, and what was said.
 
-    `more` are further options of the compiler.
+    `program` are the words after `python`, `more` are further options of the compiler.
     """
     package = folder / "-".join(names) / "tessel"
     shutil.rmtree(package.parent, ignore_errors=True)
@@ -122,9 +122,9 @@ def run_tests(
         libraries = [library("libasan.so"), library("libstdc++.so.6")]
         env |= {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
         env |= {"PYTHONMALLOC": "malloc"}  # so that it knows where each of Python's objects ends
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    command = [sys.executable, *program]
     return subprocess.run(
-        tests, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -149,7 +149,8 @@ def main() -> int:
         print(f"{name}: left out, the compiler does not have it")
     if names and not arguments.threads_only:
         print(f"{' and '.join(names)}: the engine's tests", flush=True)
-        done = run_tests(names, arguments.tests)
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        done = run_python(names, [*pytest, *arguments.tests])
         print(done.stdout, flush=True)
         if done.returncode:
             failed += names

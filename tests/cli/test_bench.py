@@ -34,6 +34,8 @@ from harness.results import CaseResult, Result  # noqa: E402
 from harness.samples import Comparison, Summary, overall, percentile  # noqa: E402
 from neighbours import Neighbourhood  # noqa: E402
 
+from scripts import python  # noqa: E402
+
 # --- samples
 
 
@@ -388,13 +390,13 @@ def run_claim(
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(folder), str(BENCHMARKS), *sys.path]),
     }
-    return subprocess.run(
-        [sys.executable, str(folder / "fake.py"), "--output", str(folder / "out"), *options],
-        env={**os.environ, **places, **(variables or KEEP)},  # else it starts again with these
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    command = [str(folder / "fake.py"), "--output", str(folder / "out"), *options]
+    env = {**os.environ, **places, **(variables or KEEP)}
+    if not variables:
+        return python(*command, env=env, timeout=200)
+    # with others than `KEEP` it starts again, which a fork cannot
+    again = [sys.executable, *command]
+    return subprocess.run(again, env=env, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,13 @@ JOIN = "import os, signal, sys, time, torch, tessel\nP = tessel.world()\n"
 WAIT = "tessel.nn.AllSumReduce(P, [0])(torch.ones(3))\n"
 
 
-def tessel(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command; the workers that it starts are new processes."""
-    return python("-m", "tessel", *args, cwd=cwd, env=environment(**env), timeout=LIMIT)
+def tessel(
+    *args: object, cwd: Path, starts_workers: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; its workers are forks, unless how they start is what a test is about."""
+    env = environment(**env)
+    command = "-m", "tessel", *args
+    return python(*command, cwd=cwd, env=env, timeout=LIMIT, starts_workers=starts_workers)
 
 
 def command(*args: object) -> list[str]:
@@ -71,7 +76,8 @@ def test_run_is_python_on_every_worker(tmp_path: Path) -> None:
         "threads = os.environ['OMP_NUM_THREADS']\n"
         "print(P.rank, P.size, int(y), beside.value, threads, *sys.argv[1:])\n",
     )
-    done = tessel("run", "-n", 2, "--threads", 3, path.name, "-n", "a b", "--help", cwd=tmp_path)
+    words = ("--threads", 3, path.name, "-n", "a b", "--help")
+    done = tessel("run", "-n", 2, *words, cwd=tmp_path, starts_workers=True)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "0 2 2 7 3 -n a b --help",
@@ -154,16 +160,41 @@ def test_run_ends_with_the_interrupt(tmp_path: Path) -> None:
     assert not any(map(is_running, workers))
 
 
+@pytest.fixture
+def beside() -> Iterator[Executor]:
+    """For commands that run beside each other, and beside the test."""
+    with ThreadPoolExecutor() as threads:
+        yield threads
+
+
+SAY = (  # a file in the folder of the script that has the launcher's number, for each worker
+    "import os, sys, time\n"
+    "said = os.path.join(os.path.dirname(__file__), f'worker-{os.getpid()}')\n"
+    "open(said + '.new', 'w').write(str(os.getppid()))\n"
+    "os.rename(said + '.new', said)\n"
+    "while os.path.exists(said):\n"
+    "    time.sleep(0.05)\n"
+)
+
+
+def await_workers(folder: Path, count: int) -> dict[int, int]:
+    """The workers that run `SAY`, with their launchers."""
+    deadline = time.monotonic() + LIMIT
+    while len(found := [*folder.glob("worker-*[0-9]")]) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return {int(path.name.removeprefix("worker-")): int(path.read_text()) for path in found}
+
+
 @pytest.mark.slow
-def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
-    path = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    start = subprocess.Popen(
-        command("run", "-n", 2, path), env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    assert start.stdout is not None
-    workers = [int(start.stdout.readline()) for _ in range(2)]
-    start.kill()
-    start.communicate(timeout=30)
+def test_workers_end_with_a_killed_launcher(tmp_path: Path, beside: Executor) -> None:
+    (tmp_path / "script.py").write_text(SAY)
+    run = beside.submit(tessel, "run", "-n", 2, "script.py", cwd=tmp_path)
+    workers = await_workers(tmp_path, 2)
+    (launcher,) = {*workers.values()}
+    os.kill(launcher, signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        run.result()
     deadline = time.monotonic() + 10
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -179,23 +210,15 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_run_on_two_hosts(tmp_path: Path) -> None:
+def test_run_on_two_hosts(tmp_path: Path, beside: Executor) -> None:
     path = script(tmp_path, WAIT + "print(P.rank, P.size)\n")
     with socket.create_server(("localhost", 0)) as server:
         endpoint = f"localhost:{server.getsockname()[1]}"
-    hosts = [
-        subprocess.Popen(
-            command("run", "-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, path),
-            env=environment(XDG_CONFIG_HOME=str(tmp_path)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    printed = [host.communicate(timeout=LIMIT) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], printed
-    assert sorted(printed) == [("0 2\n", ""), ("1 2\n", "")]
+    given = ("run", "-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, path)
+    home = {"XDG_CONFIG_HOME": str(tmp_path)}
+    runs = [beside.submit(tessel, *given, cwd=tmp_path, **home) for _ in range(2)]
+    ended = [(run.result().returncode, run.result().stdout, run.result().stderr) for run in runs]
+    assert sorted(ended) == [(0, "0 2\n", ""), (0, "1 2\n", "")]
     assert (tmp_path / "tessel" / "token").stat().st_mode & 0o777 == 0o600  # which both have
 
 
@@ -288,55 +311,43 @@ def await_listener(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_with_another_token_is_told_so(tmp_path: Path) -> None:
+def test_a_host_with_another_token_is_told_so(tmp_path: Path, beside: Executor) -> None:
     """It does not wait, nor does it take a place in the job."""
     path = script(tmp_path, "print(P.rank, P.size)\n" + WAIT)
     with socket.create_server(("localhost", 0)) as server:
         endpoint = f"localhost:{server.getsockname()[1]}"
     given = ("run", "-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, path)
-    first = subprocess.Popen(
-        command(*given),
-        env=environment(TESSEL_TOKEN="one token of a job"),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        await_listener(int(endpoint.rpartition(":")[2]))
-        stranger = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="another token of a job")
-        assert (stranger.returncode, stranger.stdout) == (1, "")
-        assert "has another token or --rdzv-id than this one" in stranger.stderr
-        assert len(stranger.stderr.splitlines()) == 1
-        friend = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="one token of a job")
-        assert (friend.returncode, friend.stdout) == (0, "1 2\n")
-        assert first.communicate(timeout=LIMIT)[0] == "0 2\n"
-    finally:
-        first.kill()
-        first.wait()
+    first = beside.submit(tessel, *given, cwd=tmp_path, TESSEL_TOKEN="one token of a job")
+    await_listener(int(endpoint.rpartition(":")[2]))
+    stranger = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="another token of a job")
+    assert (stranger.returncode, stranger.stdout) == (1, "")
+    assert "has another token or --rdzv-id than this one" in stranger.stderr
+    assert len(stranger.stderr.splitlines()) == 1
+    friend = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="one token of a job")
+    assert (friend.returncode, friend.stdout) == (0, "1 2\n")
+    assert first.result().stdout == "0 2\n"
 
 
 @pytest.mark.slow
-def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path, beside: Executor) -> None:
     """And those of launchers that run are not."""
-    path = tmp_path / "script.py"
-    path.write_text("import os, time\nprint(os.getppid(), flush=True)\ntime.sleep(60)\n")
-    env = environment(TMPDIR=str(tmp_path))
-    launchers = [
-        subprocess.Popen(command("run", "-n", 1, path), env=env, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for launcher in launchers:
-        assert launcher.stdout is not None and launcher.stdout.readline()
+    (tmp_path / "script.py").write_text(SAY)
+    given, env = ("run", "-n", 1, "script.py"), {"TMPDIR": str(tmp_path)}
+    runs = [beside.submit(tessel, *given, cwd=tmp_path, **env) for _ in range(2)]
+    launchers = await_workers(tmp_path, 2)
     left = {*tmp_path.glob("tessel-run-*")}
     assert len(left) == 2
-    launchers[0].kill()
-    launchers[0].wait()
+    killed, launcher = launchers.values()
+    os.kill(killed, signal.SIGKILL)
+    assert isinstance(next(as_completed(runs)).exception(), WorkerLost)
     for folder in left:  # as if all that was a while ago
         os.utime(folder, (0, 0))
-    path.write_text("")
-    assert tessel("run", "-n", 1, path, cwd=tmp_path, TMPDIR=str(tmp_path)).returncode == 0
+    (tmp_path / "other.py").write_text("")
+    assert tessel("run", "-n", 1, "other.py", cwd=tmp_path, **env).returncode == 0
     assert len({*tmp_path.glob("tessel-run-*")} & left) == 1
-    launchers[1].terminate()
-    launchers[1].wait(LIMIT)
+    os.kill(launcher, signal.SIGTERM)
+    (stopped,) = (run for run in runs if run.exception() is None)
+    assert stopped.result().stderr == "tessel run: stopped by SIGTERM\n"
     assert not {*tmp_path.glob("tessel-run-*")}
 
 

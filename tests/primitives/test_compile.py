@@ -5,7 +5,6 @@ Tests `core/graph.py`, `core/handles.py`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +13,14 @@ import torch
 from torch import Tensor
 
 import tessel
+from compilers import SECONDS, needs_compiler
 from movements import MODULES, Case, Loss, assert_close, case, me, mine
 from tessel import nn
 
 Run = Callable[..., list[Any]]
 
-SECONDS = 100  # a first compilation imports much, and inductor runs a C++ compiler
 DTYPES = [torch.float64, torch.complex128]
 OPERATORS = ("Move", "Move.H")
-
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
-)
 
 
 def around(movement: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

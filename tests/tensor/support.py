@@ -466,19 +466,23 @@ def looks_at(name: str, lying: Sequence[Layout | None]) -> bool:
         return False
     case, workers = CASES[name], tessel.world().size
     return any(
-        first == layout and derives(case, column)
+        first == layout and derives(case, column, layout)
         for column, layout in layouts(case.shapes[0], workers)
     )
 
 
-def derives(case: Case, column: str) -> bool:
+def derives(case: Case, column: str, layout: Layout) -> bool:
     """Whether gradients are compared: most are in `test_spread.py`, with other tensors split.
 
     Here are those of uneven parts and where there are no others, or plain ones: it leaves these
-    out, since it would do the same. Of the first dimension it has second derivatives.
+    out, since it would do the same. Of the first dimension, and of uneven parts of the last one, it
+    has second derivatives.
     """
     is_same = len(case.shapes) == 1 or case.plain_others
-    return column == "uneven" or (is_same and column != "0")
+    if column == "uneven":
+        is_twice = layout.is_split(-1) and case.shapes[0][-1] > 1
+        return not (is_same and is_twice)
+    return is_same and column != "0"
 
 
 @cache
@@ -503,7 +507,8 @@ def look(line: Line, name: str) -> None:
         cell = line.setdefault(column, Cell())
         verdict = Verdict()
         try:
-            check(name, case if derives(case, column) else forward, lying, verdict)
+            derived = derives(case, column, lying[0])  # type: ignore[arg-type]
+            check(name, case if derived else forward, lying, verdict)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             verdict.raises[name] = str(error)
         for wrong in verdict.wrong:
