@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -298,6 +299,42 @@ def check_backward_code() -> None:
     with tessel.fallback("raise"):
         (Sorted.apply(x) * values(SHAPE, 2)).sum().backward()
     close("gradient", x.grad.full(), alone.grad)
+
+
+class Assigned(torch.autograd.Function):
+    """Writes values into a plain tensor that it gives back, as solvers of `torchdiffeq` do."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: Tensor, value: Tensor, index: Any) -> Tensor:
+        ctx.index = index
+        scratch.data[index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, grad[ctx.index], None
+
+
+def check_plain_results() -> None:
+    """Was: gradients of what a function gave as a plain tensor ended, and nobody was told."""
+    found = []
+    for is_alone in (True, False):
+        x, scale = values((6,), 1).requires_grad_(), values((), 2).requires_grad_()
+        y: Any = (x if is_alone else tessel.spread(x, rows(1))) * scale
+        k = torch.zeros(6, 2, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plain tensor is written whole
+            k = Assigned.apply(k, y, (..., 0))
+            k = Assigned.apply(k, y * y, (..., 1))
+        z = y + (k * values((2,), 3)).sum(-1).view_as(y)
+        loss = (z * z).sum()
+        first = torch.autograd.grad(loss, [x, scale, y], create_graph=True)
+        again = torch.autograd.grad(first[0].sum(), [x, scale], retain_graph=True)
+        alone = torch.autograd.grad((k * values((6, 2), 4)).sum(), y)
+        results = (loss, *first, *again, *alone)
+        found.append([e.full() if isinstance(e, tessel.Tensor) else e for e in results])
+    for number, (a, b) in enumerate(zip(*found, strict=True)):
+        close(f"result {number}", b.detach(), a.detach())
 
 
 def check_vmap() -> None:
@@ -652,6 +689,7 @@ CHECKS = (
         check_transforms,
         check_scripts,
         check_backward_code,
+        check_plain_results,
         check_vmap,
         check_modes,
         check_fallback,

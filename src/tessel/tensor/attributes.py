@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 from tessel import transport
 from tessel.core.layout import Layout
 from tessel.tensor.table import Arguments, Settings, is_whole, made, rule
-from tessel.tensor.tensor import Tensor, absent, open_part
+from tessel.tensor.tensor import Tensor, absent, open_part, open_plain
 
 OF_THE_WHOLE = frozenset(
     (
@@ -190,7 +190,7 @@ def backward(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     grads = [given] * len(outputs) if given is None or isinstance(given, torch.Tensor) else given
     inputs = settings.pop("inputs", None)
     torch.autograd.backward(
-        [_raw(each) for each in outputs],
+        [_loss(each) for each in outputs],
         [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
         inputs=None if inputs is None else [_derived(each) for each in _listed(inputs)],
         **settings,
@@ -213,7 +213,7 @@ def derive(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) of a spread tensor")
     grads = [None] * len(outputs) if given is None else _listed(given)
     found = torch.autograd.grad(
-        [_raw(each) for each in outputs],
+        [_loss(each) for each in outputs],
         [_derived(each) for each in inputs],
         [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
         **settings,
@@ -247,6 +247,11 @@ def _derived(value: Any) -> Any:
 
 def _raw(value: Any) -> Any:
     return open_part(value) if isinstance(value, Tensor) else value
+
+
+def _loss(value: Any) -> Any:
+    """What stands in autograd's graph for a tensor that is derived, with all of its history."""
+    return open_plain(value) if type(value) is torch.Tensor else _raw(value)
 
 
 def _seed(output: Any, grad: Any) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from tessel.tensor.table import (
     parts,
     tensors,
 )
-from tessel.tensor.tensor import Tensor, absent, nodes_of, open_part
+from tessel.tensor.tensor import Tensor, absent, nodes_of, open_part, open_plain
 from tessel.transport import kept_in_job
 
 
@@ -121,6 +121,6 @@ def _anchor(*values: Any) -> torch.Tensor:
                     "combined with one on other workers, and would get no gradient here; move it "
                     "there as a spread tensor: x.move_to(...)"
                 )
-        found.append(value.reshape(-1)[:0])
+        found.append(open_plain(value).reshape(-1)[:0])
     real = [each for each in found if each.is_floating_point() or each.is_complex()]
     return anchored_zeros((0,), *real) if real else torch.empty(0)
