@@ -649,6 +649,9 @@ def check_collectives() -> None:
         with pytest.raises(ValueError, match=r"torch.distributed's .* needs all values"):
             collective()
     close("unchanged", x.full(), values(SHAPE, 1))
+    if world.size > 1:  # was: the part of another worker was taken for the own one
+        with pytest.raises(ValueError, match="got the part that worker"):
+            dist.all_gather_object([None] * world.size, x)
     dist.all_gather(plain, x.full())
     close("gathered", plain[-1], values(SHAPE, 1))
 

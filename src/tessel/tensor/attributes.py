@@ -21,7 +21,7 @@ from tessel.tensor.tensor import Tensor, absent, open_part, open_plain
 
 OF_THE_WHOLE = frozenset(
     (
-        *("get shape", "get dtype", "get device", "get ndim", "get is_cuda", "get itemsize"),
+        *("get shape", "get device", "get ndim", "get is_cuda", "get itemsize"),
         *("get is_mps", "get is_xpu", "get is_cpu", "get is_sparse", "get is_quantized"),
         *("get is_meta", "get nbytes", "get is_sparse_csr", "get is_mkldnn"),
         *("get is_vulkan", "get is_ipu", "get is_xla", "get is_mtia", "get is_maia"),
@@ -79,6 +79,21 @@ def is_nested(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                 f"gives: it leaves batch, heads and sequence split"
             )
         frame = None if frame is None else frame.f_back
+    return of_the_whole(name, func, args, kwargs)
+
+
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+
+
+@rule("get dtype")
+def dtype(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """That of the part; and collectives raise for lists of tensors in parts, which ask this first.
+
+    Lists of lists go to C++ code that looks for memory there.
+    """
+    asks = sys._getframe(3)  # behind `above` and `__torch_function__`
+    if asks.f_globals.get("__name__") == _COLLECTIVES:
+        check_values(args[0], "a collective of torch.distributed")
     return of_the_whole(name, func, args, kwargs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._C import _functorch as functorch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
 from tessel.tensor import attributes
@@ -116,6 +116,8 @@ def name_of(func: Any) -> str:
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
+    if isinstance(func, OpOverload | OpOverloadPacket) and "c10d" in str(func):  # functional ones
+        return f"collective {func.__name__}"
     if isinstance(func, OpOverload):
         return f"operator {func.name()}"
     if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
@@ -328,12 +330,7 @@ _SIZED = frozenset(
         *("new_zeros", "new_ones", "new_empty", "split", "chunk", "pad"),
     )
 )
-_RESHAPE_IN_PLACE = frozenset(
-    (
-        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
-        *("resize_", "resize_as_", "set_", "rename_"),
-    )
-)
+_RESHAPE_IN_PLACE = frozenset(("as_strided_", "resize_", "resize_as_", "set_", "rename_"))
 
 
 def _number(value: Any) -> Any:
@@ -481,7 +478,7 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if func._schema.is_mutable:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
-    if func.namespace == "c10d":  # its schemas do not say what is written
+    if "c10d" in func.namespace:  # its schemas do not say what is written
         return collective(f"collective {name}", func, args, kwargs)
     is_of_elements = torch.Tag.pointwise in func.tags
     with below_autograd():

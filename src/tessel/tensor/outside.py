@@ -30,7 +30,9 @@ from tessel.tensor.rules.pointwise import is_in_place, new_layout
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    become,
     held_layouts,
+    note_view,
     outlines,
     outlining,
     parts,
@@ -87,8 +89,12 @@ def outlined(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         held = next(each for each in held_layouts(args, kwargs) if each.is_outside)
         raise absent(f"torch's `{name}`", held) from error
-    found = tree_map(with_history, result)
     target = next(tensors(args), None)
+    if is_in_place(name) and isinstance(target, Tensor):
+        there = _with_partition(given[0]._layout, Partition)
+        if there != target._layout:  # it has another shape now
+            target = become(target, note_view(Tensor(open_part(target), there), target))
+    found = tree_map(with_history, result)
     if is_in_place(name) and isinstance(target, Tensor) and given[0]._part.requires_grad:
         target._part.add_(anchor.to(target.dtype))
         with torch._C.DisableTorchFunctionSubclass():

@@ -19,6 +19,7 @@ asks for comes from `__torch_dispatch__`, which never takes a part for the whole
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -152,6 +153,9 @@ class Tensor(torch.Tensor):
     @untraced
     def layout(self) -> Layout:  # type: ignore[override]
         """Which box of the whole each worker stores, and what its copies mean."""
+        # Torch's own code asks whether a tensor is dense, as `torch.masked` does.
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return torch.strided  # type: ignore[return-value]
         return self._layout
 
     @property
@@ -232,7 +236,8 @@ class Tensor(torch.Tensor):
     @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = self._part.detach().requires_grad_(self._part.requires_grad)
-        return restored, (part, self._layout, getattr(self, "_is_param", False))
+        is_parameter = getattr(self, "_is_param", False)
+        return restored, (part, self._layout, is_parameter, this_worker())
 
 
 # What compilers say where their graph may not end, as inside of a higher-order operator.
@@ -252,8 +257,19 @@ def absent(what: str, layout: Layout) -> ValueError:
     )
 
 
-def restored(part: torch.Tensor, layout: Layout, is_parameter: bool) -> Tensor:
-    """A spread tensor as it was written into a file."""
+def restored(
+    part: torch.Tensor, layout: Layout, is_parameter: bool, worker: int | None = None
+) -> Tensor:
+    """A spread tensor as this worker wrote it into a file.
+
+    That of another worker has another part, which would be taken for the own one.
+    """
+    here = this_worker()
+    if worker not in (None, here) and num_workers() > 1 and layout.box(worker) != layout.box(here):
+        raise ValueError(
+            f"worker {here} got the part that worker {worker} has of {layout}, from its file or in "
+            f"a message; let each worker save and load its own, or save x.full(), or tessel.save(x)"
+        )
     new = Tensor(part, layout)
     if is_parameter:
         new._is_param = True

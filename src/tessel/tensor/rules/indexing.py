@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import index as as_int
 from typing import Any
 
+import numpy as np
 import torch
 
 from tessel.core import boxes
@@ -24,6 +25,7 @@ from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
     indexed_lengths,
     is_mask,
+    is_truth,
     masked_values,
     places_of,
     put_at_mask,
@@ -43,6 +45,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    check_fits,
     computed,
     gathered,
     held_layouts,
@@ -70,6 +73,20 @@ Pick = int | Run  # of one dimension
 
 def _is_number(item: Any) -> bool:
     return hasattr(item, "__index__") and not isinstance(item, bool | torch.Tensor)
+
+
+def _without_arrays(key: Any) -> Any:
+    """A key with tensors in the places of arrays, which torch takes for such."""
+    if isinstance(key, tuple):
+        return tuple(map(_without_arrays, key))
+    if isinstance(key, list) and any(isinstance(each, np.ndarray) for each in key):
+        return tuple(map(_without_arrays, key))
+    if isinstance(key, np.bool_):
+        return bool(key)
+    if not isinstance(key, np.ndarray):
+        return key
+    found = torch.as_tensor(key)
+    return found.long() if found.dtype in (torch.int8, torch.int16) else found
 
 
 def _items(name: str, key: Any, layout: Layout) -> list[Any]:
@@ -122,7 +139,7 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
 @rule("__getitem__")
 def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Slices, numbers and new dimensions first, then masks or tensors of indices."""
-    base, key = args
+    base, key = args[0], _without_arrays(args[1])
     given = key if isinstance(key, tuple) else (key,)
     masks = [k for k, each in enumerate(given) if is_mask(each)]
     if len(masks) > 1 or (masks and any(_is_index(each) for each in given)):
@@ -416,7 +433,7 @@ def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("__setitem__", plain=True)
 def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     """Each worker changes what lies in its part; a tensor of values comes to where it is needed."""
-    x, key, value = args
+    x, key, value = args[0], _without_arrays(args[1]), args[2]
     if not isinstance(x, Tensor):
         layouts = held_layouts(args)
         if all(map(is_whole, layouts)):
@@ -424,6 +441,11 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
             return
         if not adopted(x, _around(name, x, key, value)):
             raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+    if is_truth(key):
+        if not key:  # nothing is written
+            check_fits((0, *x.shape), tuple(value.shape) if torch.is_tensor(value) else ())
+            return
+        key = None  # x[True] has one more dimension, and all values
     given = key if isinstance(key, tuple) else (key,)
     if "_withheld" in x.__dict__ and not any(map(is_mask, given)):
         put_back(x, _items(name, key, x._layout), value)
