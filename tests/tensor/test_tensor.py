@@ -609,19 +609,30 @@ def check_named_arguments() -> None:
 
 
 def check_shapes_in_place() -> None:
-    """No function changes the shape of a part behind the tensor's back, of whole ones neither."""
-    for x in (spread(), spread().sum(0, keepdim=True)):
-        shape = x.shape
+    """The tensor and its part get other shapes together; what cannot be so raises."""
+    for make in (spread, lambda: spread().sum(0, keepdim=True)):
         for change in (
             lambda x: x.transpose_(0, 1),
             lambda x: x.unsqueeze_(0),
             lambda x: x.squeeze_(),
             lambda x: x.swapaxes_(0, 2),
-            lambda x: x.resize_(2, 2),
         ):
-            with pytest.raises(NotImplementedError, match=r"in place|no rule|unseen|split"):
-                change(x)
-            assert x.shape == shape and tuple(x.local.shape) == x.layout.local_shape
+            x, alone = make(), make().full()
+            assert change(x) is x
+            change(alone)
+            assert x.shape == alone.shape and tuple(x.local.shape) == x.layout.local_shape
+            close("values", (x * 2).full(), alone * 2)
+        x = make()
+        with pytest.raises(NotImplementedError, match=r"in place|no rule"):
+            x.resize_(2, 2)
+        assert x.shape == make().shape and tuple(x.local.shape) == x.layout.local_shape
+    # what torch has as a view of another tensor still is one, or says that it is not
+    x = spread()
+    view = x[:, 1:3]
+    view.transpose_(1, 2).mul_(3)
+    alone = values(SHAPE, 1).clone()
+    alone[:, 1:3] *= 3
+    close("changed by a view", x.full(), alone)
 
 
 def check_collectives() -> None:
