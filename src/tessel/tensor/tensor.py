@@ -321,8 +321,8 @@ def open_plain(x: torch.Tensor) -> torch.Tensor:
         return x
     if torch._C._are_functorch_transforms_active():  # which have a graph of their own
         return x
-    nodes: list[Any] = [x.grad_fn]
-    seen: set[Any] = set()
+    last: Any = x.grad_fn
+    nodes, seen = [last], set[Any]()
     while nodes:
         node = nodes.pop()
         # no history in the parts' graph leads to a wrapper, nor does one that was looked at before
@@ -332,7 +332,7 @@ def open_plain(x: torch.Tensor) -> torch.Tensor:
             return _bridged(x)
         seen.add(node)
         nodes += [source for source, _ in node.next_functions]
-    x.grad_fn.metadata[_PLAIN] = True
+    last.metadata[_PLAIN] = True
     return x
 
 
