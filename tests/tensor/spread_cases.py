@@ -102,6 +102,25 @@ def truths(shape: Shape, number: int) -> Tensor:
 
 
 REDUCTIONS = {
+    "masked sums": Case(
+        lambda x, y: (
+            *(torch.masked.sum(x, 0, mask=y > 0), torch.masked.mean(x, (0, 2), mask=y > 0)),
+            *(torch.masked.var(x, 1, mask=y > 0), torch.masked.norm(x, 2.0, 2, mask=y > 0)),
+            *(torch.masked.amax(x, mask=y > 0), torch.masked.logsumexp(x, -1, mask=y > 0)),
+        ),
+        ((4, 5, 6), (4, 5, 6)),
+    ),
+    "masked softmax": Case(
+        lambda x, y: (
+            *(torch.masked.softmax(x, 0, mask=y > 0), torch.masked.log_softmax(x, 2, mask=y > 0)),
+            *(torch.masked.cumsum(x, 1, mask=y > 0), torch.masked.normalize(x, 2.0, 0, mask=y > 0)),
+        ),
+        ((4, 5, 6), (4, 5, 6)),
+        order=1,
+    ),
+    "checks of distributions": Case(
+        lambda x: torch.distributions.Normal(x, x.square() + 1).log_prob(x * 2), order=1
+    ),
     "sum": Case(lambda x: x.sum()),
     "sum of one": Case(lambda x: x.sum(1)),
     "sum of two": Case(lambda x: x.sum((0, -1), keepdim=True)),
@@ -286,6 +305,15 @@ PRODUCTS = {
     "addmv": Case(lambda x, a, b: torch.addmv(x, a, b, alpha=2), ((4,), (4, 5), (5,))),
     "addbmm": Case(lambda x, a, b: torch.addbmm(x, a, b), ((4, 6), (3, 4, 5), (3, 5, 6))),
     "addr": Case(lambda x, a, b: torch.addr(x, a, b, beta=0.5), ((4, 6), (4,), (6,))),
+    "addr of truths": Case(
+        lambda x, a, b: (
+            torch.addr(x, a, b, beta=2),
+            torch.addr(x, a, b, alpha=3),
+            torch.addr(x, a, b, beta=0, alpha=2),
+        ),
+        ((4, 6), (4,), (6,)),
+        make=truths,
+    ),
     "ger": Case(lambda a, b: torch.ger(a, b), ((5,), (7,))),
     "vdot": Case(lambda a, b: torch.vdot(a, b), ((7,), (7,))),
     "vdot of complex vectors": Case(

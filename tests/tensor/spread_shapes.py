@@ -57,7 +57,24 @@ def assigned(key: Any, value: Any = None) -> Any:
     return written(assign)
 
 
+def reshaped_in_place(x: Tensor) -> tuple[Tensor, ...]:
+    """Tensors that get other shapes, beside what torch has as views of them."""
+    first, second, third, fourth = (x * k for k in (1, 2, 3, 4))
+    view = first[:]
+    first.unsqueeze_(1).transpose_(0, 2).mul_(x[0, 0, 0] + 2)
+    second.unsqueeze_(-1).unsqueeze_(0).squeeze_(-1).squeeze_().swapaxes_(0, 1)
+    row = third[..., 0]
+    row.t_()
+    fourth.swapdims_(-1, -2)
+    fourth *= 2
+    return first, view, second, third, row, fourth
+
+
 RESHAPES = {
+    "shapes in place": Case(reshaped_in_place),
+    "shapes of length one in place": Case(
+        lambda x: ((x * 2).squeeze_(0), (x * 3).squeeze_(), (x * 2).transpose_(0, 1)), ((1, 4, 1),)
+    ),
     **{
         f"all reshapes of {shape}": Case(all_reshapes, (shape,))
         for shape in (
@@ -286,6 +303,11 @@ TRIANGLES = {
         f"triangles {k}": Case(lambda x, k=k: (x.tril(k), torch.triu(x, diagonal=k)), ((2, 5, 6),))
         for k in (-2, 0, 1)
     },
+    "fill_diagonal_": Case(written(lambda y: y.fill_diagonal_(7.0)), ((5, 6),)),
+    "fill_diagonal_ of a tall matrix": Case(
+        written(lambda y: y.fill_diagonal_(7.0, wrap=True)), ((7, 2),)
+    ),
+    "fill_diagonal_ of a cube": Case(written(lambda y: y.fill_diagonal_(7.0)), ((4, 4, 4),)),
     "triangles in place": Case(written(lambda y: y.tril_(1).triu_(-1)), ((5, 6),)),
     **{
         f"diagonal {k} of {shape}": Case(lambda x, k=k: (x.diagonal(k), torch.diag(x, k)), (shape,))
@@ -309,6 +331,23 @@ INDEXING = {
         lambda x: (x[None], x[:, None, 1:], x[..., None], x[1, None, ::2, None])
     ),
     "numpy numbers": Case(lambda x: x[torch.arange(3).numpy()[1]]),
+    "arrays of indices": Case(
+        lambda x: (
+            *(x[INDEX.numpy()], x[:, INDEX.short().numpy()], x[..., INDEX.int().numpy()]),
+            *(x[INDEX.numpy(), :, INDEX.numpy()], x[(INDEX > 0).numpy()], x[:0][INDEX.numpy()[:0]]),
+        ),
+    ),
+    "arrays of places that are written to": Case(
+        written(
+            lambda y: (y.__setitem__(INDEX.numpy(), 7.0), y.__setitem__((INDEX > 0).numpy(), 1.0))
+        )
+    ),
+    "truth values that are written to": Case(
+        written(lambda y: (y.__setitem__(True, y[1] * 2), y.__setitem__(y.sum() > 1e9, 7.0)))
+    ),
+    "a number that is written to where it is large": Case(
+        lambda x: assigned(x.sum() < 1e9, x.max() * 2)(x.mean())
+    ),
     "truth values": Case(lambda x: (x[True], x[None, False]), may_gather=True),
     "lists": Case(lambda x: (x[[0, 2, 2]], x[:, [4, -1, 0]], x[..., [1]], x[:, (0, 1)])),
     "tensors of indices": Case(lambda x: (x[INDEX], x[:, INDEX], x[..., INDEX], x[1, :, INDEX])),

@@ -109,6 +109,8 @@ REDUCTIONS: Rows = {
     "cov corrcoef": ["cov"],
     "renorm": ["renorm"],
     "histc bincount": ["histc", "bincount*"],
+    "masked.sum masked.mean masked.amax masked.softmax …": ["masked s*"],
+    "distributions.Normal …, which check their arguments": ["checks of distributions"],
     "trapezoid cumulative_trapezoid": ["trapezoid"],
     "gradient": ["gradient"],
     "unique": ["unique"],
@@ -121,7 +123,7 @@ PRODUCTS: Rows = {
     "outer ger inner": ["outer", "ger", "inner"],
     "einsum": ["einsum*"],
     "tensordot": ["tensordot*"],
-    "addmm addmv addbmm baddbmm addr": ["addmm", "addmv", "addbmm", "baddbmm", "addr"],
+    "addmm addmv addbmm baddbmm addr": ["addmm", "addmv", "addbmm", "baddbmm", "addr*"],
     "F.linear": ["linear", "linear *"],
     "F.bilinear": ["bilinear"],
     "linalg.multi_dot linalg.matrix_power linalg.vecdot linalg.cross kron": [
@@ -156,6 +158,7 @@ SHAPES: Rows = {
         "unflatten",
     ],
     "squeeze unsqueeze": ["squeeze*", "unsqueeze"],
+    "Tensor.squeeze_ Tensor.unsqueeze_ Tensor.transpose_ Tensor.swapaxes_ Tensor.t_": ["shapes *"],
     "permute transpose movedim swapaxes Tensor.T Tensor.mT Tensor.H adjoint": [
         *("movedim", "moveaxis", "transposed", "adjoint*"),
     ],
@@ -181,7 +184,7 @@ SHAPES: Rows = {
     "F.pad, reflect": ["pad reflect*"],
     "F.pad, replicate": ["pad replicate*"],
     "F.pad, circular": ["pad circular*"],
-    "tril triu": ["triangles*"],
+    "tril triu Tensor.fill_diagonal_": ["triangles*", "fill_diagonal_*"],
     "diagonal diag diag_embed diagflat trace": ["diag*", "trace"],
     "block_diag": ["block_diag"],
 }
@@ -191,7 +194,14 @@ INDEXING: Rows = {
         *("numbers", "slices", "steps", "new dimensions", "numpy numbers", "narrow*"),
     ],
     "x[index]; x[[0, 2]]; index_select; take": [
-        *("lists", "tensors of*", "index without*", "index_select", "spread index*"),
+        *(
+            "lists",
+            "arrays of indices",
+            "tensors of*",
+            "index without*",
+            "index_select",
+            "spread index*",
+        ),
     ],
     "x[index, :, index]": ["several tensors of indices"],
     "Tensor.scatter_add_ Tensor.scatter_reduce_, in message passing": [
@@ -226,9 +236,9 @@ INDEXING: Rows = {
         "plain*",
         "augm*",
     ],
-    "x[index] = 1": ["number at a list", "number at indices*"],
+    "x[index] = 1": ["number at a list", "number at indices*", "arrays of places*"],
     "x[index] = y": ["tensor at indices*", "row at indices"],
-    "x[mask] = 1": ["where a mask*"],
+    "x[mask] = 1": ["where a mask*", "truth values that*", "a number that*"],
     "Tensor.copy_": ["copy_*"],
 }
 

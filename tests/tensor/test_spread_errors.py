@@ -60,6 +60,13 @@ def ctc(target: int = 1, times: int = 4, length: int = 1) -> Any:
     )
 
 
+def last_is_nothing() -> Any:
+    """Matrices of which the last one, on the last worker, is zero."""
+    x = torch.eye(3, dtype=torch.float64).repeat(6, 1, 1)
+    x[5] = 0
+    return split(x)
+
+
 BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "ctc of classes": (lambda: ctc(target=3), RuntimeError, "3 classes"),
     "einsum of lengths": (
@@ -227,6 +234,42 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: flex_attention(torch.ones(6, 2, 4, 8), *[split(torch.ones(6, 2, 4, 8))] * 2),
         NotImplementedError,
         r"flex_attention .* use torch\.nn\.functional\.scaled_dot_product_attention",
+    ),
+    # was: only the worker that has the matrix raised, and others waited for it
+    "inverse of a singular matrix": (
+        lambda: torch.linalg.inv(last_is_nothing()),
+        RuntimeError,
+        "Batch element 5",
+    ),
+    "cholesky of what is not definite": (
+        lambda: torch.linalg.cholesky(-last_is_nothing()),
+        RuntimeError,
+        "Batch element 0",
+    ),
+    "solution with a singular matrix": (
+        lambda: torch.linalg.solve(last_is_nothing(), reals(6, 3, 2)),
+        RuntimeError,
+        "Batch element 5",
+    ),
+    "singular values of what is not finite": (
+        lambda: torch.linalg.svdvals(last_is_nothing() * float("nan")),
+        RuntimeError,
+        "non-finite",
+    ),
+    "lists of parts in collectives": (
+        lambda: torch.distributed.reduce_scatter(torch.ones(6), [reals(6)] * 3),
+        ValueError,
+        "collective",
+    ),
+    "functional collectives": (
+        lambda: torch.ops._c10d_functional.all_reduce(reals(6), "sum", "0"),
+        ValueError,
+        "all_reduce",
+    ),
+    "another shape of a leaf": (
+        lambda: tessel.spread(values((6,), 1), tessel.world()).requires_grad_().unsqueeze_(0),
+        RuntimeError,
+        "leaf",
     ),
     "fft of no length": (lambda: torch.fft.fft(reals(6), n=0), RuntimeError, "Invalid"),
     "fft beyond": (lambda: torch.fft.fft(reals(6), dim=3), IndexError, "range"),

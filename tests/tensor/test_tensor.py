@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -300,6 +301,42 @@ def check_backward_code() -> None:
     close("gradient", x.grad.full(), alone.grad)
 
 
+class Assigned(torch.autograd.Function):
+    """Writes values into a plain tensor that it gives back, as solvers of `torchdiffeq` do."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: Tensor, value: Tensor, index: Any) -> Tensor:
+        ctx.index = index
+        scratch.data[index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, grad[ctx.index], None
+
+
+def check_plain_results() -> None:
+    """Was: gradients of what a function gave as a plain tensor ended, and nobody was told."""
+    found = []
+    for is_alone in (True, False):
+        x, scale = values((6,), 1).requires_grad_(), values((), 2).requires_grad_()
+        y: Any = (x if is_alone else tessel.spread(x, rows(1))) * scale
+        k = torch.zeros(6, 2, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plain tensor is written whole
+            k = Assigned.apply(k, y, (..., 0))
+            k = Assigned.apply(k, y * y, (..., 1))
+        z = y + (k * values((2,), 3)).sum(-1).view_as(y)
+        loss = (z * z).sum()
+        first = torch.autograd.grad(loss, [x, scale, y], create_graph=True)
+        again = torch.autograd.grad(first[0].sum(), [x, scale], retain_graph=True)
+        alone = torch.autograd.grad((k * values((6, 2), 4)).sum(), y)
+        results = (loss, *first, *again, *alone)
+        found.append([e.full() if isinstance(e, tessel.Tensor) else e for e in results])
+    for number, (a, b) in enumerate(zip(*found, strict=True)):
+        close(f"result {number}", b.detach(), a.detach())
+
+
 def check_vmap() -> None:
     """It goes round torch's functions: right, or an error where it changes tensors there."""
     torch.manual_seed(0)
@@ -572,19 +609,30 @@ def check_named_arguments() -> None:
 
 
 def check_shapes_in_place() -> None:
-    """No function changes the shape of a part behind the tensor's back, of whole ones neither."""
-    for x in (spread(), spread().sum(0, keepdim=True)):
-        shape = x.shape
+    """The tensor and its part get other shapes together; what cannot be so raises."""
+    for make in (spread, lambda: spread().sum(0, keepdim=True)):
         for change in (
             lambda x: x.transpose_(0, 1),
             lambda x: x.unsqueeze_(0),
             lambda x: x.squeeze_(),
             lambda x: x.swapaxes_(0, 2),
-            lambda x: x.resize_(2, 2),
         ):
-            with pytest.raises(NotImplementedError, match=r"in place|no rule|unseen|split"):
-                change(x)
-            assert x.shape == shape and tuple(x.local.shape) == x.layout.local_shape
+            x, alone = make(), make().full()
+            assert change(x) is x
+            change(alone)
+            assert x.shape == alone.shape and tuple(x.local.shape) == x.layout.local_shape
+            close("values", (x * 2).full(), alone * 2)
+        x = make()
+        with pytest.raises(NotImplementedError, match=r"in place|no rule"):
+            x.resize_(2, 2)
+        assert x.shape == make().shape and tuple(x.local.shape) == x.layout.local_shape
+    # what torch has as a view of another tensor still is one, or says that it is not
+    x = spread()
+    view = x[:, 1:3]
+    view.transpose_(1, 2).mul_(3)
+    alone = values(SHAPE, 1).clone()
+    alone[:, 1:3] *= 3
+    close("changed by a view", x.full(), alone)
 
 
 def check_collectives() -> None:
@@ -612,6 +660,9 @@ def check_collectives() -> None:
         with pytest.raises(ValueError, match=r"torch.distributed's .* needs all values"):
             collective()
     close("unchanged", x.full(), values(SHAPE, 1))
+    if world.size > 1:  # was: the part of another worker was taken for the own one
+        with pytest.raises(ValueError, match="got the part that worker"):
+            dist.all_gather_object([None] * world.size, x)
     dist.all_gather(plain, x.full())
     close("gathered", plain[-1], values(SHAPE, 1))
 
@@ -652,6 +703,7 @@ CHECKS = (
         check_transforms,
         check_scripts,
         check_backward_code,
+        check_plain_results,
         check_vmap,
         check_modes,
         check_fallback,

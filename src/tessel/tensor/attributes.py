@@ -17,11 +17,11 @@ from torch._C import DisableTorchFunctionSubclass
 from tessel import transport
 from tessel.core.layout import Layout
 from tessel.tensor.table import Arguments, Settings, is_whole, made, rule
-from tessel.tensor.tensor import Tensor, absent, open_part
+from tessel.tensor.tensor import Tensor, absent, open_part, open_plain
 
 OF_THE_WHOLE = frozenset(
     (
-        *("get shape", "get dtype", "get device", "get ndim", "get is_cuda", "get itemsize"),
+        *("get shape", "get device", "get ndim", "get is_cuda", "get itemsize"),
         *("get is_mps", "get is_xpu", "get is_cpu", "get is_sparse", "get is_quantized"),
         *("get is_meta", "get nbytes", "get is_sparse_csr", "get is_mkldnn"),
         *("get is_vulkan", "get is_ipu", "get is_xla", "get is_mtia", "get is_maia"),
@@ -79,6 +79,21 @@ def is_nested(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                 f"gives: it leaves batch, heads and sequence split"
             )
         frame = None if frame is None else frame.f_back
+    return of_the_whole(name, func, args, kwargs)
+
+
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+
+
+@rule("get dtype")
+def dtype(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """That of the part; and collectives raise for lists of tensors in parts, which ask this first.
+
+    Lists of lists go to C++ code that looks for memory there.
+    """
+    asks = sys._getframe(3)  # behind `above` and `__torch_function__`
+    if asks.f_globals.get("__name__") == _COLLECTIVES:
+        check_values(args[0], "a collective of torch.distributed")
     return of_the_whole(name, func, args, kwargs)
 
 
@@ -190,7 +205,7 @@ def backward(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     grads = [given] * len(outputs) if given is None or isinstance(given, torch.Tensor) else given
     inputs = settings.pop("inputs", None)
     torch.autograd.backward(
-        [_raw(each) for each in outputs],
+        [_loss(each) for each in outputs],
         [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
         inputs=None if inputs is None else [_derived(each) for each in _listed(inputs)],
         **settings,
@@ -213,7 +228,7 @@ def derive(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) of a spread tensor")
     grads = [None] * len(outputs) if given is None else _listed(given)
     found = torch.autograd.grad(
-        [_raw(each) for each in outputs],
+        [_loss(each) for each in outputs],
         [_derived(each) for each in inputs],
         [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
         **settings,
@@ -247,6 +262,11 @@ def _derived(value: Any) -> Any:
 
 def _raw(value: Any) -> Any:
     return open_part(value) if isinstance(value, Tensor) else value
+
+
+def _loss(value: Any) -> Any:
+    """What stands in autograd's graph for a tensor that is derived, with all of its history."""
+    return open_plain(value) if type(value) is torch.Tensor else _raw(value)
 
 
 def _seed(output: Any, grad: Any) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._C import _functorch as functorch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
 from tessel.tensor import attributes
@@ -64,12 +64,13 @@ from tessel.tensor.table import (
     is_whole,
     made,
     mapped,
+    outlining,
     parts,
     spread_among,
     tensors,
     unsupported,
 )
-from tessel.tensor.tensor import FRIENDS, Tensor, converters, is_spread, move
+from tessel.tensor.tensor import Tensor, converters, is_spread, move, open_plain
 from tessel.tensor.unfinished import EARLY, unfinished_of
 
 
@@ -116,6 +117,8 @@ def name_of(func: Any) -> str:
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
+    if isinstance(func, OpOverload | OpOverloadPacket) and "c10d" in str(func):  # functional ones
+        return f"collective {func.__name__}"
     if isinstance(func, OpOverload):
         return f"operator {func.name()}"
     if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
@@ -276,8 +279,11 @@ def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    if _needs_summing(args) or (kwargs and _needs_summing(kwargs.values())):
-        args, kwargs = mapped(_summed, args), mapped(_summed, kwargs)
+    if _need_change(args) or (kwargs and _need_change(kwargs.values())):
+        # a plain tensor that is written to is no operand
+        first = args[:1] if is_in_place(name) and type(args[0]) is torch.Tensor else ()
+        args = (*first, *mapped(_prepared, args[len(first) :]))
+        kwargs = mapped(_prepared, kwargs)
     if kwargs and kwargs.get("out") is not None:
         return _written(name, func, args, kwargs)
     rule = RULES.get(name)
@@ -329,12 +335,7 @@ _SIZED = frozenset(
         *("new_zeros", "new_ones", "new_empty", "split", "chunk", "pad"),
     )
 )
-_RESHAPE_IN_PLACE = frozenset(
-    (
-        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
-        *("resize_", "resize_as_", "set_", "rename_"),
-    )
-)
+_RESHAPE_IN_PLACE = frozenset(("as_strided_", "resize_", "resize_as_", "set_", "rename_"))
 
 
 def _number(value: Any) -> Any:
@@ -395,25 +396,35 @@ def _partition(args: Arguments, kwargs: Settings) -> Any:
     return next(spread_among(args, kwargs))._layout.partition
 
 
-def _needs_summing(values: Iterable[Any]) -> bool:
-    """Whether a tensor among the arguments is in separate copies, or has no part here."""
+def _need_change(values: Iterable[Any]) -> bool:
+    """Whether a tensor is in separate copies, has no part here, or is plain and has a history."""
     for value in values:
         kind = type(value)
-        if kind in _LEAVES or (kind is tuple and _LEAVES.issuperset(map(type, value))):
+        if kind is torch.Tensor:
+            if value.grad_fn is not None:
+                return True
+        elif kind in _LEAVES or (kind is tuple and _LEAVES.issuperset(map(type, value))):
             continue
-        if kind is Tensor or isinstance(value, Tensor):
+        elif kind is Tensor or isinstance(value, Tensor):
             layout = value._layout
             if layout.summed is not layout or layout.is_outside:
                 return True
         elif isinstance(value, list | tuple):
-            if _needs_summing(value):
+            if _need_change(value):
                 return True
-        elif isinstance(value, dict) and _needs_summing(value.values()):
+        elif isinstance(value, dict) and _need_change(value.values()):
             return True
     return False
 
 
-_LEAVES = frozenset((*_NUMBERS, *FRIENDS, torch.Size))
+_LEAVES = frozenset((*_NUMBERS, torch.nn.Parameter, torch.Size))
+
+
+def _prepared(value: Any) -> Any:
+    """An argument as rules take it: its sum is made, and its history that of parts."""
+    if type(value) is torch.Tensor and not outlining.get():
+        return open_plain(value)
+    return _summed(value)
 
 
 def _summed(value: Any) -> Any:
@@ -472,7 +483,7 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if func._schema.is_mutable:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
-    if func.namespace == "c10d":  # its schemas do not say what is written
+    if "c10d" in func.namespace:  # its schemas do not say what is written
         return collective(f"collective {name}", func, args, kwargs)
     is_of_elements = torch.Tag.pointwise in func.tags
     with below_autograd():

@@ -30,13 +30,15 @@ from tessel.tensor.rules.pointwise import is_in_place, new_layout
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    become,
     held_layouts,
+    note_view,
     outlines,
     outlining,
     parts,
     tensors,
 )
-from tessel.tensor.tensor import Tensor, absent, nodes_of, open_part
+from tessel.tensor.tensor import Tensor, absent, nodes_of, open_part, open_plain
 from tessel.transport import kept_in_job
 
 
@@ -87,8 +89,12 @@ def outlined(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         held = next(each for each in held_layouts(args, kwargs) if each.is_outside)
         raise absent(f"torch's `{name}`", held) from error
-    found = tree_map(with_history, result)
     target = next(tensors(args), None)
+    if is_in_place(name) and isinstance(target, Tensor):
+        there = _with_partition(given[0]._layout, Partition)
+        if there != target._layout:  # it has another shape now
+            target = become(target, note_view(Tensor(open_part(target), there), target))
+    found = tree_map(with_history, result)
     if is_in_place(name) and isinstance(target, Tensor) and given[0]._part.requires_grad:
         target._part.add_(anchor.to(target.dtype))
         with torch._C.DisableTorchFunctionSubclass():
@@ -121,6 +127,6 @@ def _anchor(*values: Any) -> torch.Tensor:
                     "combined with one on other workers, and would get no gradient here; move it "
                     "there as a spread tensor: x.move_to(...)"
                 )
-        found.append(value.reshape(-1)[:0])
+        found.append(open_plain(value).reshape(-1)[:0])
     real = [each for each in found if each.is_floating_point() or each.is_complex()]
     return anchored_zeros((0,), *real) if real else torch.empty(0)

@@ -445,10 +445,42 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
         )
         copies[:] = [each for each in copies if each() is not None] + [weakref.ref(y)]
     else:
+        if not y._part.numel() and y._part.requires_grad:
+            # The second derivative of a view of nothing that is changed is a constant in torch, and
+            # this worker would skip exchanges: see `share_history`.
+            y._part = y._part.clone()
         kin[:] = [each for each in kin if each() is not None] + [weakref.ref(y)]
         y.__dict__["_kin"], y.__dict__["_copies"] = kin, copies
         y._originals = x._originals
     return y
+
+
+def share_history(x: Tensor) -> None:
+    """Let all that has the same values depend on what nothing of `x` was changed by.
+
+    Other workers have views, of which torch does so.
+    """
+    for reference in x.__dict__["_kin"]:
+        alike = reference()
+        if alike is not None and alike is not x:
+            shape, kind = tuple(alike._part.shape), alike._part.dtype
+            alike._part = anchored_zeros(shape, alike._part, x._part).to(kind)
+
+
+def become(x: Tensor, y: Tensor) -> Tensor:
+    """Let a tensor be what `y` is, which torch has as a view of it: another shape of its values."""
+    kin, copies = x.__dict__["_kin"], x.__dict__["_copies"]  # as `y` was noted to be a view
+    if y.__dict__.get("_kin") is not kin:
+        # A copy, from now on, of what else has these values: a change of that outdates it.
+        kin[:] = [each for each in kin if each() is not None and each() is not x]
+        copies[:] = [weakref.ref(x) if each() is y else each for each in copies]
+        del x.__dict__["_kin"], x.__dict__["_copies"]
+        x._originals = y._originals
+    x.__dict__.pop("_taken", None)
+    x._part, x._layout = y._part, y._layout
+    with torch._C.DisableTorchFunctionSubclass():
+        x.data = Tensor(y._part.detach(), y._layout)  # the wrapper has the shape, too
+    return x
 
 
 def outdate_copies(x: Tensor) -> None:

@@ -19,6 +19,7 @@ asks for comes from `__torch_dispatch__`, which never takes a part for the whole
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -152,6 +153,9 @@ class Tensor(torch.Tensor):
     @untraced
     def layout(self) -> Layout:  # type: ignore[override]
         """Which box of the whole each worker stores, and what its copies mean."""
+        # Torch's own code asks whether a tensor is dense, as `torch.masked` does.
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return torch.strided  # type: ignore[return-value]
         return self._layout
 
     @property
@@ -232,7 +236,8 @@ class Tensor(torch.Tensor):
     @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = self._part.detach().requires_grad_(self._part.requires_grad)
-        return restored, (part, self._layout, getattr(self, "_is_param", False))
+        is_parameter = getattr(self, "_is_param", False)
+        return restored, (part, self._layout, is_parameter, this_worker())
 
 
 # What compilers say where their graph may not end, as inside of a higher-order operator.
@@ -252,8 +257,19 @@ def absent(what: str, layout: Layout) -> ValueError:
     )
 
 
-def restored(part: torch.Tensor, layout: Layout, is_parameter: bool) -> Tensor:
-    """A spread tensor as it was written into a file."""
+def restored(
+    part: torch.Tensor, layout: Layout, is_parameter: bool, worker: int | None = None
+) -> Tensor:
+    """A spread tensor as this worker wrote it into a file.
+
+    That of another worker has another part, which would be taken for the own one.
+    """
+    here = this_worker()
+    if worker not in (None, here) and num_workers() > 1 and layout.box(worker) != layout.box(here):
+        raise ValueError(
+            f"worker {here} got the part that worker {worker} has of {layout}, from its file or in "
+            f"a message; let each worker save and load its own, or save x.full(), or tessel.save(x)"
+        )
     new = Tensor(part, layout)
     if is_parameter:
         new._is_param = True
@@ -291,18 +307,52 @@ def open_part(x: Tensor) -> torch.Tensor:
             return x._part
         if not torch.is_grad_enabled():
             return x._part.detach()
-        # The history between wrappers becomes one node of the parts' graph. The node holds the
-        # end of that history: `x`, or a view of it, would hold the node and be held by it for ever.
+        x.__dict__["_bridge"] = bridge = _bridged(x)
+        return bridge
+
+
+def open_plain(x: torch.Tensor) -> torch.Tensor:
+    """A plain tensor, with all of its history in the parts' graph.
+
+    A function with a backward pass of its own may write values of spread tensors into a plain one,
+    and give that. Its gradients would end at wrappers, and parts would never get them.
+    """
+    if not torch.is_grad_enabled() or x.grad_fn is None:
+        return x
+    if torch._C._are_functorch_transforms_active():  # which have a graph of their own
+        return x
+    last: Any = x.grad_fn
+    nodes, seen = [last], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        # no history in the parts' graph leads to a wrapper, nor does one that was looked at before
+        if node is None or node in seen or hasattr(node, "operator") or _PLAIN in node.metadata:
+            continue
+        if isinstance(getattr(node, "variable", None), Tensor):
+            return _bridged(x)
+        seen.add(node)
+        nodes += [source for source, _ in node.next_functions]
+    last.metadata[_PLAIN] = True
+    return x
+
+
+_PLAIN = "tessel: plain"  # in the metadata of a node
+
+
+def _bridged(x: torch.Tensor) -> torch.Tensor:
+    """A tensor, or the part of one, whose history between wrappers is one node of the parts' graph.
+
+    The node holds the end of that history: `x`, or a view of it, would hold the node and be held by
+    it for ever.
+    """
+    with DisableTorchFunctionSubclass():
         # where the history between wrappers starts
         inputs = [each.variable for each in nodes_of(x) if hasattr(each, "variable")]
         first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
         # It stays with x: a checkpoint in which x is opened first must not count what it saves,
         # which is not saved when the checkpoint computes again.
         with saved_tensors_hooks(_itself, _itself):
-            x.__dict__["_bridge"] = bridge = record_product(
-                _WrapperHistory(x, inputs), first, *rest
-            )
-        return bridge
+            return record_product(_WrapperHistory(x, inputs), first, *rest)
 
 
 def _itself(x: torch.Tensor) -> torch.Tensor:
@@ -324,13 +374,14 @@ class _WrapperHistory:
     """What code that went round torch's functions made of its inputs, and its derivative.
 
     Args:
-        result: whose history, between wrappers, leads to the inputs.
+        result: whose history, between wrappers, leads to the inputs; it may be plain itself.
         inputs: spread tensors, and plain ones that all workers have.
     """
 
-    def __init__(self, result: Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.edge, self.inputs = get_gradient_edge(result), inputs
-        self.part, self.layout = result._part, result._layout
+        self.layout = result._layout if isinstance(result, Tensor) else None
+        self.part = result._part if isinstance(result, Tensor) else result.detach()
         # inputs may lie on other workers than the result: all workers of the job pass here
         self.group = group_of(range(num_workers()))
         # a reentrant checkpoint may be part of it, for which torch has no `autograd.grad`
@@ -347,7 +398,7 @@ class _WrapperHistory:
         *parts: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the inputs, by a pass over the wrappers' graph alone."""
-        seed = Tensor(grad, self.layout, records=False)
+        seed = grad if self.layout is None else Tensor(grad, self.layout, records=False)
         # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
         # torch's functions switched off would let the backward code of users gather everything.
         if self.is_reentrant:

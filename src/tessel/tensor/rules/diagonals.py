@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from tessel.core.layout import Cut
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.pointwise import changed, check_change
@@ -39,6 +41,24 @@ def triangle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return made(func(x, diagonal), layout)
     check_change(name, args[0], [layout])
     func(x, diagonal)
+    return changed(args[0])
+
+
+@rule("fill_diagonal_")
+def fill_diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Each worker fills what lies in its part; nothing moves."""
+    x, layout = opened(args[0])
+    check_change(name, args[0], [layout])
+    outlines(func, args, kwargs)  # torch's own error
+    box = layout.box()
+    assert box is not None
+    first, *rest = torch.meshgrid(
+        *[torch.arange(a, b, device=x.device) for a, b in box], indexing="ij"
+    )
+    if argument(args, kwargs, 2, "wrap", False) and len(rest) == 1:
+        first = first % (layout.shape[1] + 1)  # below a square it begins again
+    is_on = torch.stack([first == each for each in rest]).all(0)
+    x.masked_fill_(is_on, argument(args, kwargs, 1, "fill_value"))
     return changed(args[0])
 
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import index as as_int
 from typing import Any
 
+import numpy as np
 import torch
 
 from tessel.core import boxes
@@ -24,6 +25,7 @@ from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
     indexed_lengths,
     is_mask,
+    is_truth,
     masked_values,
     places_of,
     put_at_mask,
@@ -43,6 +45,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    check_fits,
     computed,
     gathered,
     held_layouts,
@@ -69,6 +72,20 @@ Pick = int | Run  # of one dimension
 
 def _is_number(item: Any) -> bool:
     return hasattr(item, "__index__") and not isinstance(item, bool | torch.Tensor)
+
+
+def _without_arrays(key: Any) -> Any:
+    """A key with tensors in the places of arrays, which torch takes for such."""
+    if isinstance(key, tuple):
+        return tuple(map(_without_arrays, key))
+    if isinstance(key, list) and any(isinstance(each, np.ndarray) for each in key):
+        return tuple(map(_without_arrays, key))
+    if isinstance(key, np.bool_):
+        return bool(key)
+    if not isinstance(key, np.ndarray):
+        return key
+    found = torch.as_tensor(key)
+    return found.long() if found.dtype in (torch.int8, torch.int16) else found
 
 
 def _items(name: str, key: Any, layout: Layout) -> list[Any]:
@@ -121,7 +138,7 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
 @rule("__getitem__")
 def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Slices, numbers and new dimensions first, then masks or tensors of indices."""
-    base, key = args
+    base, key = args[0], _without_arrays(args[1])
     given = key if isinstance(key, tuple) else (key,)
     masks = [k for k, each in enumerate(given) if is_mask(each)]
     if len(masks) > 1 or (masks and any(_is_index(each) for each in given)):
@@ -179,8 +196,9 @@ def setitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 def _runs(name: str, key: Any, layout: Layout) -> list[Run] | None:
     """A key that is slices in steps of one, for each dimension; None for any other."""
+    key = _without_arrays(key)
     given = key if isinstance(key, tuple) else (key,)
-    if any(is_mask(each) or _is_index(each) for each in given):
+    if any(is_mask(each) or _is_index(each) or is_truth(each) for each in given):
         return None
     items = _items(name, key, layout)
     return items if all(isinstance(e, tuple) and e[2] == 1 for e in items) else None
@@ -437,7 +455,7 @@ def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("__setitem__", plain=True)
 def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     """Each worker changes what lies in its part; a tensor of values comes to where it is needed."""
-    x, key, value = args
+    x, key, value = args[0], _without_arrays(args[1]), args[2]
     if not isinstance(x, Tensor):
         layouts = held_layouts(args)
         if all(map(is_whole, layouts)):
@@ -447,6 +465,11 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
             raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
         x[key] = value  # as into any spread tensor, which it is now
         return
+    if is_truth(key):
+        if not key:  # nothing is written
+            check_fits((0, *x.shape), tuple(value.shape) if torch.is_tensor(value) else ())
+            return
+        key = None  # x[True] has one more dimension, and all values
     given = key if isinstance(key, tuple) else (key,)
     if "_withheld" in x.__dict__ and not any(map(is_mask, given)):
         put_back(x, _items(name, key, x._layout), value)

@@ -46,6 +46,13 @@ def is_mask(item: Any) -> bool:
     return isinstance(item, list) and bool(item) and all(isinstance(each, bool) for each in item)
 
 
+def is_truth(key: Any) -> bool:
+    """Whether a key is one truth value, or a tensor of one that has no dimensions."""
+    if isinstance(key, torch.Tensor):
+        return key.dtype == torch.bool and not key.dim()
+    return isinstance(key, bool)
+
+
 @dataclass(frozen=True)
 class MaskedChoice:
     """Which values of a tensor a mask picks.

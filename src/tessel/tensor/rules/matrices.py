@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from string import ascii_lowercase
 from typing import Any
 
 import torch
 
-from tessel.core.layout import Cut
+from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.rules.batched import batched
+from tessel.tensor.gathering import gathered, shared
+from tessel.tensor.rules.batched import applied, holds_anywhere, plan_of
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
@@ -50,16 +52,43 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         for shape in (tuple(each.shape) for each in members)
     ]
     if part.numel() or 0 in layout.shape[last:]:  # matrices without entries have determinants, too
-        result = func(part, *args[1:], **kwargs)
+        attempt = func if name in _NEVER_FAIL else partial(_attempted, func)
+        result = attempt(part, *args[1:], **kwargs)
     else:  # not all functions have derivatives for no matrices
         found = [
             anchored_zeros(target.local_shape, part).to(each.dtype)
             for each, target in zip(members, targets, strict=True)
         ]
         result = type(whole)(found) if isinstance(whole, tuple) else found[0]
+    if name not in _NEVER_FAIL:
+        batch = of_cuts(there.partition, layout.shape[:last], there.cuts[:last])
+        if _fails(result is None, batch):
+            return shared(func(*gathered(args), **kwargs), there.partition)
     if not isinstance(whole, tuple):
         return made(result, targets[0])
     return type(result)([made(each, target) for each, target in zip(result, targets, strict=True)])
+
+
+_NEVER_FAIL = frozenset(
+    ("linalg_det", "linalg_slogdet", "logdet", "linalg_qr", "linalg_matrix_exp", "matrix_exp")
+)
+
+
+def _attempted(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a function gives, or None if some matrix is singular, not definite, or not finite."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:  # not only LinAlgError: of what is not finite `eig` raises this
+        return None
+
+
+def _fails(here: bool, batch: Layout) -> bool:
+    """Whether any worker has a matrix that a function cannot take: then all raise the same."""
+    return (
+        here
+        if is_whole(batch)
+        else holds_anywhere(made(torch.full(batch.local_shape, here), batch))
+    )
 
 
 @rule("linalg_solve", plain=True)
@@ -69,7 +98,18 @@ def solve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if a.dim() != b.dim() or a.dim() < 3 or not kwargs.get("left", True):
         why = "batches of matrices, and of right-hand sides, are needed"
         raise unsupported(name, why, *held_layouts(a, b))
-    outlines(func, (a, b), {})  # torch's own error
+    kind = outlines(func, (a, b), {}).dtype  # torch's own error
     batch = ascii_lowercase[: a.dim() - 2]
     equation = (batch + "XY", batch + "YZ"), batch + "YZ"
-    return batched(name, equation, "XYZ", (a, b), torch.linalg.solve)
+    plan = plan_of(name, equation, "XYZ", (a, b))
+    failed: list[bool] = []
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = _attempted(torch.linalg.solve, x, y)
+        failed.append(found is None)
+        return y if found is None else found
+
+    part = applied(compute, (a, b), plan, kind)
+    if _fails(any(failed), plan.result):
+        return shared(func(*gathered((a, b))), plan.result.partition)
+    return made(part, plan.result)

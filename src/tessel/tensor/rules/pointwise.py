@@ -30,6 +30,7 @@ from tessel.tensor.table import (
     outlines,
     parts,
     rule,
+    share_history,
     sliced,
     tensors,
     unsupported,
@@ -173,9 +174,12 @@ def may_go_back(x: Tensor) -> bool:
 
 def changed(target: Tensor) -> Tensor:
     """A tensor whose part was changed in place: it needs a gradient if its part does now."""
-    if target._part.requires_grad:
+    part = target._part
+    if part.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
+        if not part.numel() and "_kin" in target.__dict__ and torch.is_grad_enabled():
+            share_history(target)
     outdate_copies(target)
     return target
 

@@ -308,6 +308,10 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     }
     found = product[name](a, b) if name in product else torch.einsum("bij,bjk->ik", a, b)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if name == "addr":  # of which torch takes truths, and factors of these
+        outlines(func, args, kwargs)
+    if found.dtype == x.dtype == torch.bool:
+        return (found & bool(alpha)) | (x & bool(beta))
     if not (found.is_floating_point() or found.is_complex()):
         outlines(func, args, kwargs)  # torch's own error, in some of these functions
         beta, alpha = int(beta), int(alpha)  # as those do that raise none

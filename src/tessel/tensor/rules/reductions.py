@@ -75,6 +75,12 @@ def _are_split(layout: Layout, dims: tuple[int, ...]) -> bool:
     return any(layout.is_split(dim) for dim in dims)
 
 
+@rule("_is_all_true", "_is_any_true")
+def truth(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """By which `torch.distributions` checks its arguments."""
+    return args[0].all() if name == "_is_all_true" else args[0].any()
+
+
 @rule("sum", "mean", "nansum", "nanmean")
 def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The sum of the workers' own sums, for a mean divided by the number of all elements."""

@@ -21,6 +21,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    become,
     computed,
     made,
     moved,
@@ -34,7 +35,7 @@ from tessel.tensor.table import (
     unsupported,
     with_whole,
 )
-from tessel.tensor.tensor import Tensor
+from tessel.tensor.tensor import Tensor, open_part
 from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
@@ -220,6 +221,23 @@ def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         cuts=tuple(layout.cuts[dim] for dim in order),
     )
     return note_view(made(func(x, *args[1:], **kwargs), target), args[0])
+
+
+@rule("unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_")
+def reshape_in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The tensor gets the part and the layout that the result has; its values stay."""
+    x = args[0]
+    if x.is_leaf and x.requires_grad:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
+        raise unsupported(
+            name, "a leaf would get another part than that of its gradient", x._layout
+        )
+    if open_part(x) is not x._part:
+        raise unsupported(name, "it would change what a function of its own gave", x._layout)
+    return become(x, getattr(torch.Tensor, name[:-1])(*args, **kwargs))
 
 
 @rule("expand", "expand_as", "broadcast_to")
