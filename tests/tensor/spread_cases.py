@@ -116,7 +116,6 @@ REDUCTIONS = {
             *(torch.masked.cumsum(x, 1, mask=y > 0), torch.masked.normalize(x, 2.0, 0, mask=y > 0)),
         ),
         ((4, 5, 6), (4, 5, 6)),
-        order=1,
     ),
     "checks of distributions": Case(
         lambda x: torch.distributions.Normal(x, x.square() + 1).log_prob(x * 2), order=1

@@ -661,7 +661,9 @@ def find_all(run: Callable[..., list[Any]], section: str) -> tuple[dict[str, Lin
 def agreed(of_workers: Sequence[tuple[dict[str, Line], set[str]]]) -> dict[str, Line]:
     """What the workers found, who must agree; nothing of it may be wrong."""
     lines = of_workers[0][0]
-    assert all(each == lines for each, _ in of_workers), "workers differ"
+    for worker, (each, _) in enumerate(of_workers):
+        differing = {name: (lines[name], each[name]) for name in lines if each[name] != lines[name]}
+        assert not differing, f"workers 0 and {worker} differ: {differing}"
     cells = [cell for line in lines.values() for cell in line.values()]
     wrong = [said for cell in cells if cell.kind == "wrong" for said in sorted(cell.said)]
     assert not wrong, "\n".join(wrong)

@@ -117,12 +117,26 @@ def test_copies_of_what_was_changed_are_not_used(run: Run) -> None:
     run(outdate, nprocs=3, timeout=60)
 
 
+def parted(shape: tuple[int, int], dim: int, uneven: bool) -> Layout:
+    """One dimension split: in balanced parts, or in all but one value, one, and none."""
+    axes: list[int | None] = [None, None]
+    axes[dim] = 0
+    if not uneven:
+        return Layout.split(tessel.world(), shape, axes)
+    grid = tessel.world().create_cartesian_topology_partition(
+        [3 if d == dim else 1 for d in (0, 1)]
+    )
+    lengths = [[n - 1, 1, 0] if d == dim else [n] for d, n in enumerate(shape)]
+    return Layout.from_lengths(grid, lengths)
+
+
 KEYS: list[Any] = [slice(1, None), slice(None, None, 2), 0, -1, (slice(1, -1), slice(1, -1))]
 KEYS += [(slice(None), slice(0, 1)), (..., 0), (None, slice(1, 4)), (slice(2, 2),), slice(0, 6)]
 
 
-def augment(dim: int) -> None:
+def augment(dim: int, uneven: bool) -> None:
     """`x[1:] += y` takes a view, changes it, and puts it back: three calls of torch's functions."""
+    layout = parted((6, 5), dim, uneven)
 
     def program(x: torch.Tensor, key: Any) -> torch.Tensor:
         y = x * 1.5
@@ -134,14 +148,12 @@ def augment(dim: int) -> None:
         y[key] /= 3
         return y * z.t()
 
-    axes: list[int | None] = [None, None]
-    axes[dim] = 0
     for key in KEYS:
         alone, root = (values((6, 5), 1).requires_grad_() for _ in range(2))
         found: list[list[torch.Tensor]] = []
         for x, leaf in (
             (alone, alone),
-            (tessel.spread(root, Layout.split(tessel.world(), (6, 5), axes)), root),
+            (tessel.spread(root, layout), root),
         ):
             y = program(x, key)
             (first,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
@@ -151,10 +163,46 @@ def augment(dim: int) -> None:
             assert torch.allclose(expected, got, 1e-11, 1e-11), (key, dim)
 
 
-@pytest.mark.parametrize("nprocs", [1, 3])
+@pytest.mark.parametrize(("nprocs", "uneven"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_operators_in_place_change_what_they_index(run: Run, dim: int, nprocs: int) -> None:
-    run(augment, dim, nprocs=nprocs, timeout=60)
+def test_operators_in_place_change_what_they_index(
+    run: Run, dim: int, nprocs: int, uneven: bool
+) -> None:
+    run(augment, dim, uneven, nprocs=nprocs, timeout=60)
+
+
+def change_nothing(dim: int, uneven: bool) -> None:
+    """A view of no values is changed, by values that come from elsewhere: its base stays."""
+    layout, other = parted((6, 5), dim, uneven), parted((6, 5), 1 - dim, False)
+    found: list[list[torch.Tensor]] = []
+    for spread in (False, True):
+        roots = [values((6, 5), k).requires_grad_() for k in (1, 2)]
+        x, w = (
+            tessel.spread(root, each) if spread else root
+            for root, each in zip(roots, (layout, other), strict=True)
+        )
+        y = x * 1.5
+        turned = y.t()
+        # along the whole dimension, where a slice is a view
+        for of, given, whole in ((y, w, 1 - dim), (turned, w.t(), dim)):
+            view = of.narrow(whole, 2, 0)
+            view.mul_(2)
+            view.add_(given.sin().narrow(whole, 1, 0))
+        z = (y * turned.t()).sin()
+        grads = torch.autograd.grad(z.square().sum(), roots, create_graph=True)
+        twice = torch.autograd.grad(sum(g.square().sum() for g in grads), roots, allow_unused=True)
+        found.append([z, *grads, *(g for g in twice if g is not None)])
+    for expected, got in zip(*found, strict=True):
+        got = got.full() if isinstance(got, tessel.Tensor) else got
+        assert torch.allclose(expected, got, 1e-11, 1e-11), dim
+
+
+@pytest.mark.parametrize(("nprocs", "uneven"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_views_of_nothing_leave_what_they_are_views_of(
+    run: Run, dim: int, nprocs: int, uneven: bool
+) -> None:
+    run(change_nothing, dim, uneven, nprocs=nprocs, timeout=60)
 
 
 def forget() -> None:

@@ -104,6 +104,9 @@ BY_VALUES |= {
     "unique",
     "quantile",
     "nanquantile",
+    "arrays of indices",  # one of them is a mask
+    "truth values that are written to",
+    "a number that is written to where it is large",
 }
 
 

@@ -445,9 +445,10 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
         )
         copies[:] = [each for each in copies if each() is not None] + [weakref.ref(y)]
     else:
-        if not y._part.numel() and y._part.requires_grad:
+        if not x._part.numel() and y._part.requires_grad:
             # The second derivative of a view of nothing that is changed is a constant in torch, and
-            # this worker would skip exchanges: see `share_history`.
+            # this worker would skip exchanges: see `share_history`. Where x has values, a view of
+            # none of them is torch's own.
             y._part = y._part.clone()
         kin[:] = [each for each in kin if each() is not None] + [weakref.ref(y)]
         y.__dict__["_kin"], y.__dict__["_copies"] = kin, copies
@@ -462,7 +463,8 @@ def share_history(x: Tensor) -> None:
     """
     for reference in x.__dict__["_kin"]:
         alike = reference()
-        if alike is not None and alike is not x:
+        # What has values is not replaced: a view of none of them (`y[2:2]`) is torch's own.
+        if alike is not None and alike is not x and not alike._part.numel():
             shape, kind = tuple(alike._part.shape), alike._part.dtype
             alike._part = anchored_zeros(shape, alike._part, x._part).to(kind)
 
