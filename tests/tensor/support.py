@@ -110,7 +110,9 @@ REDUCTIONS: Rows = {
     "renorm": ["renorm"],
     "histc bincount": ["histc", "bincount*"],
     "masked.sum masked.mean masked.amax masked.softmax …": ["masked s*"],
-    "distributions.Normal …, which check their arguments": ["checks of distributions"],
+    "distributions.Normal …, which check their arguments": [
+        *("checks of distributions", "truths for checks"),
+    ],
     "trapezoid cumulative_trapezoid": ["trapezoid"],
     "gradient": ["gradient"],
     "unique": ["unique"],
