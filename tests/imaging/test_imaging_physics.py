@@ -647,6 +647,38 @@ def test_measurements_share_what_is_passed_as_shared(run: Run, nprocs: int) -> N
     run(derive_measurements, nprocs=nprocs)
 
 
+def reach_past_copies() -> None:
+    """A factory that reaches a shared tensor by another way than its name in `shared`."""
+    with DistributedContext() as ctx:
+        net = torch.nn.Linear(2, 2, bias=False).double()
+        weight, x = net.weight, torch.arange(2.0).double() + 1
+        ways: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
+            "module": ({"net": net}, lambda shared: shared["net"](x)),
+            "also by name": ({"net": net, "w": weight}, lambda shared: shared["w"] @ x),
+            "in a list": ({"net": net, "all": [weight]}, lambda shared: shared["all"][0] @ x),
+            "closed over": ({"net": net}, lambda shared: weight @ x),
+            "module closed over": ({"w": weight}, lambda shared: net(x)),
+        }
+        (expected,) = torch.autograd.grad(sum((weight @ x * k).sum() for k in (1, 2, 3)), weight)
+        for name, (shared, compute) in ways.items():
+            made = DistributedMeasurements(
+                ctx, 3, lambda i, device, given, of=compute: of(given) * (i + 1), shared
+            )
+            assert made.local.anchor is not None
+            loss = sum((each.sum() for each in made.local), made.local.anchor)
+            (got,) = torch.autograd.grad(loss, weight)
+            assert torch.allclose(got, expected), name
+        if ctx.world_size > 1:
+            view = weight.view(-1)
+            with pytest.raises(ValueError, match="has to be computed in the factory"):
+                DistributedMeasurements(ctx, 3, lambda i, *_: view * i, {"w": weight})
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_measurements_find_shared_tensors_wherever_they_are(run: Run, nprocs: int) -> None:
+    run(reach_past_copies, nprocs=nprocs)
+
+
 class Quartic:
     """A data fidelity that derives itself, as deepinv's do by default."""
 

@@ -26,6 +26,11 @@ from tessel.imaging.parameters import (
     unshared_leaf,
 )
 
+_WAY_OUT = (
+    f"{WAY_OUT}; what was computed from a shared tensor before, as a view, has to be computed in "
+    "the factory"
+)
+
 
 class LocalTensors(list[Tensor]):
     """One tensor for each item of this worker, in the order of its local indices.
@@ -132,7 +137,7 @@ class DistributedMeasurements:
         held, copies = leaves_of(tensors_held_by((factory, self.shared))), Copies()
         # Copies of what all workers share, whose gradients are summed over them.
         copies.add(learned(self.shared), ctx.partition)
-        with computing_with(copies, self.shared) as self.local.anchor:
+        with computing_with(copies, (self.shared, held)) as self.local.anchor:
             for position, i in enumerate(self.local_indices):
                 with ctx.drawing(i, seed=seed):  # the same noise on any number of workers
                     made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
@@ -140,9 +145,10 @@ class DistributedMeasurements:
                     raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")
                 made = made.to(ctx.device)
                 self.local.append(made if physics is None else physics.part_of(position, made))
-        # Workers that hold a part of a measurement each get a part of its gradient.
+        # Workers that hold a part of a measurement each get a part of its gradient. Leaves of what
+        # was computed with copies are not found here; others count even if they are in `shared`.
         common = in_common(ctx, held, f"worker {ctx.rank}", leaves_of(self.local))
-        check_common(name, common, self.shared, WAY_OUT)
+        check_common(name, common, (), _WAY_OUT)
 
     def __len__(self) -> int:
         return self.num_items

@@ -101,6 +101,14 @@ def _contents(thing: Any) -> Iterable[Any]:
     return [*getattr(thing, "__dict__", {}).values(), *of_class]
 
 
+def _beside_parameters(thing: Any) -> Iterable[Any]:
+    """What an object holds, but for the parameters and buffers of a module."""
+    if not isinstance(thing, torch.nn.Module):
+        return _contents(thing)
+    own = [each for name, each in vars(thing).items() if name not in _OF_EVERY_MODULE]
+    return [thing._modules, *own]
+
+
 def tensors_held_by(factory: Any) -> list[Tensor]:
     """The tensors that a factory could give to objects, in an order that all workers have.
 
@@ -218,15 +226,15 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     if not copies:
         yield None
         return
-    tensors, modules = _reached(objects)
-    everything, names, in_modules = torch.nn.Module(), dict[str, Tensor](), set[int]()
+    modules = _reached(objects)[1]
+    everything, names = torch.nn.Module(), dict[str, Tensor]()
     for number, module in enumerate(modules):
         everything.add_module(str(number), module)
         for name, each in (*module._parameters.items(), *module._buffers.items()):
             if id(each) in copies:
                 names[f"{number}.{name}"] = copies[id(each)]
-                in_modules.add(id(each))
-    bare = {id(each) for each in tensors} - in_modules
+    # A parameter of a module may also be elsewhere, where no module gives a copy for it.
+    bare = {id(each) for each in _reached(objects, _beside_parameters)[0]}
     with ExitStack() as stack:
         if names:
             stack.enter_context(_reparametrize_module(everything, names))
