@@ -292,3 +292,87 @@ def without_gradients(x: Tensor) -> Tensor:
 )
 def test_uses_of_unfinished_spectra(run: Run, function: Any) -> None:
     run(alone_in_a_model, function, nprocs=2)
+
+
+def half() -> Tensor:
+    return torch.zeros((*SHAPE[:-1], SHAPE[-1] // 2 + 1), dtype=torch.complex128)
+
+
+def by_way_of_a_slice(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), half()
+    out[:, :, 8:9, :4] = spectrum[:, :, 8:9, :4]
+    out[:, :, :4][..., :3] = spectrum[:, :, :4, :3]
+    return torch.fft.irfft2(out, s=SHAPE[-2:])
+
+
+def read_before_a_write(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), half()
+    out[:, :, :2, :4] = spectrum[:, :, :2, :4]
+    view = out[:, :, :4]
+    out[:, :, 2:4, :4] = spectrum[:, :, 2:4, :4]
+    return view.abs()
+
+
+def read_before_a_product(x: Tensor) -> Tensor:
+    spectrum, out = torch.fft.rfft2(x), half()
+    out[:, :, :2, :4] = spectrum[:, :, :2, :4]
+    view = out[:, :, :4]
+    out *= 3
+    return view.abs()
+
+
+def written_twice(x: Tensor) -> Tensor:
+    """The values of a slice for another one, and a slice that is changed and put back."""
+    spectrum, out = torch.fft.rfft2(x), half()
+    out[:, :, :3, :4] = spectrum[:, :, :3, :4]
+    out[:, :, -3:, :4] = out[:, :, :3, :4]
+    out[:, :, :4] *= 2
+    return torch.fft.irfft2(out, s=SHAPE[-2:])
+
+
+def looked_at_first(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft2(x)
+    with torch.no_grad():
+        scale = spectrum[:, :, :3].abs().mean()
+    return spectrum[:, :, :3].abs() * scale + spectrum.abs().sum() * scale
+
+
+def shared_before(x: Tensor) -> Tensor:
+    """A value that all workers have is written first."""
+    spectrum, out = torch.fft.rfft2(x), half()
+    out[:, :, 8:9, :4] = torch.complex(x.sum(), x.sum() * 2)
+    out[:, :, :3, :4] = spectrum[:, :, :3, :4]
+    return torch.fft.irfft2(out, s=SHAPE[-2:])
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def check_changes(dim: int) -> None:
+    P = tessel.world().create_cartesian_topology_partition([3 if d == dim else 1 for d in range(4)])
+    for function in (written_twice, looked_at_first, shared_before):
+        one = values(SHAPE, 1).requires_grad_()
+        root = values(SHAPE, 1).requires_grad_()
+        x = tessel.spread(root, tessel.Layout.split(P, SHAPE, [0, 1, 2, 3]))
+        y = tessel.nn.distribute_module(Calls(function), P)(x)
+        expected = function(one)
+        whole = y.full() if isinstance(y, tessel.Tensor) else y
+        assert torch.allclose(whole, expected, 1e-11, 1e-11), function
+        (got,) = torch.autograd.grad(y.square().sum(), root)
+        (gradient,) = torch.autograd.grad(expected.square().sum(), one)
+        assert torch.allclose(got, gradient, 1e-10, 1e-10), function
+    for function in (by_way_of_a_slice, read_before_a_write, read_before_a_product):
+        x = tessel.spread(values(SHAPE, 1), tessel.Layout.split(P, SHAPE, [0, 1, 2, 3]))
+        with pytest.raises((ValueError, NotImplementedError), match="where torch has a view"):
+            tessel.nn.distribute_module(Calls(function), P)(x)
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_changes_of_spectra_that_are_not_finished(run: Run, dim: int) -> None:
+    run(check_changes, dim, nprocs=3, timeout=60)

@@ -55,6 +55,8 @@ class FreshTensors(TorchFunctionMode):
             for each in tensors(args, kwargs):
                 self.found.pop(id(each), None)
         result = func(*args, **kwargs)
+        if is_write and not isinstance(args[0], Tensor):  # it stays plain, with other values
+            self.found.pop(id(args[0]), None)
         if name in _MAKING and isinstance(result, torch.Tensor) and not isinstance(result, Tensor):
             self.found[id(result)] = result, "zeros" in name
         return result

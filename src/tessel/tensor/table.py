@@ -498,7 +498,13 @@ def outdate_copies(x: Tensor) -> None:
         outdate_copies(copy)
         for each in copy.__dict__.get("_kin", (reference,)):
             if (alike := each()) is not None:
-                alike.__dict__.pop("_part", None)
+                _take_part(alike)
+
+
+def _take_part(x: Tensor) -> None:
+    """Take the part of a tensor away, and what it would be finished by."""
+    x.__dict__.pop("_part", None)
+    x.__dict__.pop("_unfinished", None)
 
 
 def withhold_original(copy: Tensor) -> None:
@@ -513,7 +519,7 @@ def withhold_original(copy: Tensor) -> None:
     for reference in list(original.__dict__["_copies"]):
         other = reference()
         if other is not None and other is not copy:
-            other.__dict__.pop("_part", None)
+            _take_part(other)
             outdate_copies(other)
     for reference in original.__dict__["_kin"]:
         if (alike := reference()) is not None and "_part" in alike.__dict__:

@@ -169,7 +169,9 @@ class HalfTransform(Unfinished):
         left = {each.dim for each in self.steps}
         last = {dim for dim in range(len(runs)) if self.half._layout.is_split(dim)} - left
         # Models take several slices that differ in one dimension: what they share travels once.
-        key = tuple(run for dim, run in enumerate(runs) if dim != step.dim)
+        # What was taken without a graph has none for those who need it.
+        modes_of_autograd = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        key = (modes_of_autograd, *(run for dim, run in enumerate(runs) if dim != step.dim))
         if key not in self.waiting:
             x = self._cut(self.half, {*range(len(runs))} - last - left, runs)
             for each in self.steps[:-1]:

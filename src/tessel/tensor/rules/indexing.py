@@ -49,12 +49,14 @@ from tessel.tensor.table import (
     computed,
     gathered,
     held_layouts,
+    is_copy,
     is_whole,
     made,
     moved,
     note_view,
     of_cuts,
     opened,
+    outdate_copies,
     outlines,
     parts,
     put_back,
@@ -184,6 +186,8 @@ def setitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     unfinished, runs = unfinished_of(x), _runs(name, key, x._layout)
     if unfinished is None or runs is None or not isinstance(value, Tensor):
         return NotImplemented
+    if is_copy(x):  # a slice, which torch has as a view: its original would not be changed
+        return NotImplemented
     filled = unfinished.filled(runs, value)
     if filled is None:
         return NotImplemented
@@ -191,6 +195,7 @@ def setitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     if value.requires_grad and filled is not unfinished:
         with torch._C.DisableTorchFunctionSubclass():
             x.requires_grad_()
+    outdate_copies(x)
     return None
 
 
