@@ -87,8 +87,7 @@ def _contents(thing: Any) -> Iterable[Any]:
     """What an object holds."""
     match thing:
         case torch.nn.Module():
-            own = [each for name, each in vars(thing).items() if name not in _OF_EVERY_MODULE]
-            return [thing._parameters, thing._buffers, thing._modules, *own]
+            return [thing._parameters, thing._buffers, *_beside_parameters(thing)]
         case dict():
             return thing.values()
         case list() | tuple():
