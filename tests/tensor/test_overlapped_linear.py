@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tessel
 from tessel import Move
+from tessel.tensor import overlapped_linear
 from tessel.tensor.rules import products
 
 
@@ -78,13 +79,13 @@ def ways(mode: str) -> tuple[bool, Tensor, Tensor]:
     layer = tessel.nn.ParallelLinear(6, 8, dim=-1).double()
     x = torch.randn(3, 6, dtype=torch.float64)
     used: list[bool] = []
-    multiply = products.multiply_overlapping
+    multiply = products.multiply_part
 
     def noted(*args: Any) -> Tensor:
         used.append(True)
         return multiply(*args)
 
-    products.multiply_overlapping = noted
+    products.multiply_part = noted
     try:
         if mode == "forward mode":
             _, y = torch.func.jvp(lambda x: tessel.distributed.gather(layer(x)), (x,), (x,))
@@ -99,7 +100,7 @@ def ways(mode: str) -> tuple[bool, Tensor, Tensor]:
             y = tessel.distributed.gather(layer(x))
         return bool(used), y, y
     finally:
-        products.multiply_overlapping = multiply
+        products.multiply_part = multiply
 
 
 def alone() -> tuple[Tensor, ...]:
@@ -152,7 +153,7 @@ def spread_products(shape: list[int], x_axes: Any, weight_axes: Any) -> tuple[bo
     """Whether `F.linear` of spread tensors overlaps; its values and gradients are torch's."""
     grid = tessel.world().create_cartesian_topology_partition(shape)
     used: list[bool] = []
-    multiply = products.multiply_overlapping
+    multiply = products.multiply_part
 
     def noted(*args: Any) -> Tensor:
         used.append(True)
@@ -172,11 +173,11 @@ def spread_products(shape: list[int], x_axes: Any, weight_axes: Any) -> tuple[bo
             ).requires_grad_()
             for each, at in zip(whole, axes, strict=True)
         ]
-        products.multiply_overlapping = noted
+        products.multiply_part = noted
         try:
             y = torch.nn.functional.linear(*spread[: 2 + with_bias])
         finally:
-            products.multiply_overlapping = multiply
+            products.multiply_part = multiply
         y = y if with_bias else y + spread[2]
         torch.testing.assert_close(y.full(), expected, rtol=1e-12, atol=1e-12)
         (slope,) = torch.autograd.grad(y.square().sum(), spread[0], create_graph=True)
@@ -282,3 +283,64 @@ def test_gradients_of_the_weight_can_be_derived(run: Any, nprocs: int, way: str)
     slope.square().sum().backward()
     for got in run(penalty, way, nprocs=nprocs):
         torch.testing.assert_close(got, x.grad, rtol=1e-11, atol=1e-11)
+
+
+def in_steps(bias: bool) -> tuple[int, list[Tensor], list[Tensor]]:
+    """How many products took steps, and values and derivatives of a pair of layers and of torch."""
+    torch.manual_seed(0)
+    P = tessel.world()
+    pair = torch.nn.Sequential(
+        torch.nn.Linear(6, 4300, bias), torch.nn.Tanh(), torch.nn.Linear(4300, 2100, bias)
+    ).double()
+    column = tessel.nn.ParallelLinear(6, 4300, bias, dim=-1).double()
+    row = tessel.nn.ParallelLinear(4300, 2100, bias, dim=0).double()
+    at = lambda x, dim: x.tensor_split(P.size, dim)[P.rank or 0]  # noqa: E731
+    with torch.no_grad():
+        for layer, plain, dim in ((column, pair[0], 0), (row, pair[2], 1)):
+            layer.weight.copy_(at(plain.weight, dim))
+            if bias:
+                layer.bias.copy_(at(plain.bias, 0) if dim == 0 else plain.bias)
+    found, steps, times = [], [0], overlapped_linear.times
+
+    def counted(*args: Any) -> Tensor:
+        y = times(*args)
+        few = torch.is_grad_enabled() or args[1].shape[1] < 2048
+        steps[0] += not few
+        return y
+
+    overlapped_linear.times = counted
+    try:
+        for model in (lambda x: row(torch.tanh(column(x))), pair):
+            x = torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 1, 6).requires_grad_()
+            y = model(x)
+            (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            (first.square().sum() + y.sum()).backward()
+            found.append([y, first, x.grad])
+    finally:
+        overlapped_linear.times = times
+    found[0] += [column.weight.grad.as_subclass(Tensor), row.weight.grad.as_subclass(Tensor)]
+    found[1] += [at(pair[0].weight.grad, 0), at(pair[2].weight.grad, 1)]
+    return steps[0], *([each.detach() for each in which] for which in found)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_products_with_few_rows_take_steps(run: Any, bias: bool) -> None:
+    """Forward 2150 columns and 2100, backward the 2150 of the hidden features."""
+    for steps, found, expected in run(in_steps, bias, nprocs=2):
+        assert steps >= 3
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (64,), (1, 2, 64), (129, 64), (0, 64)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_steps_give_what_torch_gives(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    x, columns = torch.randn(shape), torch.randn(64, 2 * 1024 * torch.get_num_threads() + 7)
+    added = torch.randn(columns.shape[1]) if bias else None
+    with torch.no_grad():
+        found = overlapped_linear.times(x, columns, added)
+        turned = overlapped_linear.times(x, columns.t().contiguous().t(), added)
+    expected = torch.nn.functional.linear(x, columns.t(), added)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(turned, expected)

@@ -505,8 +505,8 @@ class BilinearMap(Protocol):
     """What maps a tensor, linearly, with the help of other tensors that it is linear in, too."""
 
     @property
-    def group(self) -> transport.Group:
-        """All workers between whom something moves in a backward pass."""
+    def group(self) -> transport.Group | None:
+        """All workers between whom something moves in a backward pass, if anything does."""
         ...
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor: ...

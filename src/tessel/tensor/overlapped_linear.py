@@ -1,4 +1,6 @@
-"""Products with a weight whose outputs are split: gradients are sent while others are computed."""
+"""Products with a part of a weight: gradients are sent while others are computed, and little memory
+is taken beside them.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,32 @@ from tessel.core.move import Move
 from tessel.core.shared import Replicate
 from tessel.tensor.table import outlining
 
+# Columns that are computed at once, by each thread: fewer cost time, more cost memory.
+_COLUMNS = 1024
+_FEW_ROWS = 128
 
-class ColumnProduct:
-    """y = x Wᵀ + b, where workers share x and each has some rows of W and b.
 
-    Gradients:  of x, Σ_k g_k W̄_k over the workers k;  of W_k, g_kᵀ x̄;  of b_k, g_k over all rows.
+class PartialProduct:
+    """y = x Wᵀ + b, where each worker has a part of W, and of b.
+
+    Gradients:  of x, Σ_k g_k W̄_k over the workers k that share it;  of W_k, g_kᵀ x̄;  of b_k, g_k
+    over all rows.
 
     The sum is started before the gradient of the weight is computed, and waited for afterwards.
 
     Args:
-        use: how the workers use x; its adjoint is the sum.
+        use: how the workers use the x that they share; its adjoint is the sum. None if each worker
+            has an x of its own.
     """
 
-    def __init__(self, use: Replicate) -> None:
+    def __init__(self, use: Replicate | None) -> None:
         self.use = use
-        self.group = use.group
+        self.group = None if use is None else use.group
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
         weight, bias = factors
         assert weight is not None
-        return F.linear(x, weight, bias)
+        return times(x, weight.t(), bias)
 
     def vjp(
         self,
@@ -47,22 +55,23 @@ class ColumnProduct:
         weight, _ = factors
         assert weight is not None
         needs_x, _, _, needs_weight, needs_bias = needs
-        total = self.use.H
-        assert isinstance(total, Move)
-        share = grad.matmul(weight.conj()) if needs_x else None
+        total = None if self.use is None else self.use.H
+        share = times(grad, weight.conj()) if needs_x else None
         records = torch.is_grad_enabled()
         wait = None
-        if share is not None and not records:
+        if isinstance(total, Move) and share is not None and not records:
             wait, share = total.start(share), None  # freed as soon as it is sent
-        if needs_weight and records:
+        if self.use is not None and needs_weight and records:
             # each worker uses the shared x for the gradient of its own rows: what that is derived
             # by x is summed again
             x = record(self.use, x, anchor=anchor)
         of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
-        if share is not None:
-            return record(total, share, anchor=anchor), of_weight, of_bias
-        return None if wait is None else wait(), of_weight, of_bias
+        if wait is not None:
+            share = wait()
+        elif total is not None and share is not None:
+            share = record(total, share, anchor=anchor)
+        return share, of_weight, of_bias
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -70,14 +79,50 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
+def times(x: Tensor, columns: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x A + b, for a matrix A, some columns at a time where x has few rows.
+
+    MKL copies all columns of one product, if there are few rows, to memory that it keeps.
+    """
+    num_columns, step = columns.shape[1], _COLUMNS * torch.get_num_threads()
+    if torch.is_grad_enabled() or not _has_many_columns(x, num_columns):
+        return F.linear(x, columns.t(), bias)
+    rows = _rows(x)
+    y = rows.new_empty(len(rows), num_columns)
+    for begin in range(0, num_columns, step):
+        at = slice(begin, begin + step)
+        if bias is None:
+            torch.mm(rows, columns[:, at], out=y[:, at])
+        else:
+            torch.addmm(bias[at], rows, columns[:, at], out=y[:, at])
+    return y.view(*x.shape[:-1], num_columns)
+
+
+def _has_many_columns(x: Tensor, num_columns: int) -> bool:
+    """Whether `times` takes less memory for a product in several steps."""
+    is_real = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
+    few = 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
+    return is_real and few and num_columns >= 2 * _COLUMNS * torch.get_num_threads()
+
+
 def can_overlap(x: Tensor, weight: Tensor) -> bool:
     """Whether messages may travel while a product is derived: in plain reverse mode."""
-    if not (x.requires_grad and torch.is_grad_enabled()) or outlining.get():
+    return x.requires_grad and _is_plain(weight)
+
+
+def takes_steps(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product, or its gradient, takes less memory in several steps."""
+    needs_grad = x.requires_grad or weight.requires_grad
+    return needs_grad and _has_many_columns(x, max(weight.shape)) and _is_plain(weight)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether autograd alone derives what is computed now, and nothing changes its dtype."""
+    if not torch.is_grad_enabled() or outlining.get() or in_transform() or is_compiling():
         return False
-    is_plain = not in_transform() and not is_compiling()
-    return is_plain and not torch.is_autocast_enabled(weight.device.type)
+    return not torch.is_autocast_enabled(weight.device.type)
 
 
-def multiply_overlapping(use: Replicate, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_part(use: Replicate | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product, so that the gradient of x travels while that of the weight is computed."""
-    return record_product(ColumnProduct(use), x, weight, bias)
+    return record_product(PartialProduct(use), x, weight, bias)

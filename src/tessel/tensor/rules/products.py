@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
-from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping
+from tessel.tensor.overlapped_linear import can_overlap, multiply_part, takes_steps
 from tessel.tensor.rules.hosting import reshaped_along
 from tessel.tensor.rules.reductions import argument, without
 from tessel.tensor.table import (
@@ -353,13 +353,15 @@ def linear_terms(
     if isinstance(x, Tensor) and plan.terms is plan.result:
         use, part = reading(x._layout, plan.inputs[0]).use, open_part(x)
         if use is not None and can_overlap(part, own):
-            return multiply_overlapping(use, part, own, added)
+            return multiply_part(use, part, own, added)
     part = operand(x, plan.inputs[0])
     if plan.terms.is_outside:
         return anchored_zeros((0,), part, own, added)
     if 0 in part.shape or 0 in own.shape:  # of which torch's derivatives may be constants
         y = anchored_zeros(plan.terms.local_shape, part, own)
         return y if added is None else y + added
+    if own.dim() == 2 and takes_steps(part, own):
+        return multiply_part(None, part, own, added)
     return F.linear(part, own, added)
 
 
