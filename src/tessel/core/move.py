@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import TensorMeta, as_agreed, remember
+from tessel.core.agreement import TensorMeta, agree_on_call, as_agreed, remember
 from tessel.core.boxes import Region
 from tessel.core.context import is_compiling
 from tessel.core.graph import placed
@@ -30,7 +30,6 @@ from tessel.transport import (
     Place,
     ReceiveBuffer,
     SendBuffer,
-    code_of,
     is_pinned,
     is_plain,
     keep_unchanged,
@@ -131,7 +130,7 @@ class Move(LinearOperator):
         try:
             problem = self._problem_with(x, meta, out)
             text = f"{self._label} with `out`{problem and f', {problem}'}"
-            self.group.check_same_call(self.group.share_words([code_of(text)]), text)
+            agree_on_call(self.group, text)
             if problem:
                 raise ValueError(text)
             return self._apply_into(x, out)

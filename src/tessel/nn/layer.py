@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, as_agreed
+from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed
 from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs
 from tessel.core.layout import Layout, Shape
@@ -22,7 +22,7 @@ from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import UnsupportedError, as_spread, opened, parts, running
 from tessel.tensor.tensor import is_spread
-from tessel.transport import code_of, kept_in_job
+from tessel.transport import kept_in_job
 
 Entry = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
@@ -177,8 +177,7 @@ class Layer(HasHandle):
         form = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
         over = ", ".join(map(str, self.partitions()))
         call = f"{type(self).__name__} over {over} with {given} and parameters {form}"
-        group.check_same_call(group.share_words([code_of(call)]), call)
-        group.number_call()
+        agree(Partition(group.workers, (group.size,)), call)
         self._number = group.num_calls
 
     def equalize_parameters(self) -> None:

@@ -625,9 +625,8 @@ class Group:
             self._spreads[key] = None if program is not None and program.readers else program
         return self._spreads[key]
 
-    def check_same_call(self, everyones: bytes, call: str | Callable[[], str]) -> None:
-        """Raise ValueError on every worker if the first of their words, the codes, differ."""
-        codes = np.frombuffer(everyones, dtype=np.int64)[::NUM_WORDS]
+    def check_same_call(self, codes: np.ndarray, call: str | Callable[[], str]) -> None:
+        """Raise ValueError on every worker if the numbers for what they call differ."""
         if (codes == codes[0]).all():
             return
         calls = self.share_objects(call if isinstance(call, str) else call())
