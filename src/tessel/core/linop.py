@@ -679,6 +679,15 @@ class _Apply(torch.autograd.Function):
             return record(ctx.operator.H, grad, anchor=anchor), None, None
 
 
+def operator_of(node: Any) -> Any:
+    """What a node of autograd's graph applies, if it was recorded here; None for all others."""
+    # by the class: a function of the user's may have attributes of these names, too
+    if not issubclass(getattr(node, "_forward_cls", object), _Apply):
+        return None
+    names = ("operator", "product", "function")
+    return next(getattr(node, name) for name in names if hasattr(node, name))
+
+
 class _ApplyAnyMode(_Apply):
     """The same with the forward-mode rule, which compilers do not take."""
 
