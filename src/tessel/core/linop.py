@@ -618,7 +618,7 @@ def _number_of_call(operator: Any) -> int:
     if is_compiling():
         return 0
     if isinstance(operator, LinearOperator):
-        return operator.prepare().num_calls
+        return (operator._group or operator.prepare()).num_calls
     group = getattr(operator, "group", None)  # what moves nothing has none
     return 0 if group is None else group.num_calls
 

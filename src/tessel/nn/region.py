@@ -317,7 +317,7 @@ class _Convolving(RegionStep):
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
-        settings = self.layer.settings()
+        settings = self.layer.settings
         outputs = convolution.convolved(shape, settings)
         windows = settings.windows(tuple(before for before, _ in settings.widths))
         around = _bordered(windows, shape, settings.widths, settings.mode)
@@ -339,7 +339,7 @@ class _Convolving(RegionStep):
             else:
                 x = F.pad(x, _widths(plan, D))
         weight, bias = parameters
-        settings = self.layer.settings()
+        settings = self.layer.settings
         return convolution.of_read(x, weight, bias, padding, plan.target, settings)
 
 
@@ -366,13 +366,13 @@ class _Transposed(_Convolving):
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
-        settings = self.layer.settings()
+        settings = self.layer.settings
         outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         weight, bias = parameters
-        settings = self.layer.settings()
+        settings = self.layer.settings
         return transposed.of_read(x, weight, bias, plan, plan.target, settings)
 
 
