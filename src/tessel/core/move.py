@@ -393,8 +393,8 @@ class Stage:
         sends, shape, worker = self._sends(x), self.plan.target_shape, transport.this_worker()
         there = {each.worker: each.tensor for each in sends if each.worker == worker}
         places = [
-            ReceiveBuffer(peer, there[peer] if peer in there else x.new_empty(lengths))
-            for peer, lengths in self._incoming_shapes
+            ReceiveBuffer(p.peer, there[p.peer] if p.peer in there else x.new_empty(p.shape))
+            for p, _ in self._incoming(False)
         ]
         came = self.group.bring(sends, places, x.device)
         is_last = is_channels_last(x)
@@ -412,11 +412,6 @@ class Stage:
         ]
         y = torch.cat(parts, 1).view(shape)
         return y.movedim(-1, 1) if is_last else y
-
-    @cached_property
-    def _incoming_shapes(self) -> list[tuple[int, Shape]]:
-        """From whom something comes, in order, and of what shape; what is kept is among it."""
-        return [(piece.peer, piece.shape) for piece, _ in self._incoming(False)]
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need; the result puts what arrives into its place."""
