@@ -560,7 +560,8 @@ def test_a_source_tree_is_enough(tmp_path: Path) -> None:
         text=True,
         timeout=LIMIT,
     )
-    first, ended, *rest = done.stdout.splitlines() or [done.stderr]
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, ended, *rest = done.stdout.splitlines()
     assert (first, ended) == (f"tessel {__version__}", "ended by 0"), done.stdout + done.stderr
     assert rest[-1].startswith("ended by"), done.stdout + done.stderr
     assert __version__ in "".join(rest), done.stdout + done.stderr

@@ -353,6 +353,21 @@ def as_agreed(x: Tensor, meta: TensorMeta, gives: bool) -> Tensor:
     return x
 
 
+def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
+    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
+    if not meta.needs_grad or x.requires_grad:
+        return x
+    found = x.detach().requires_grad_()
+    if has_tangent(x):  # which `detach` leaves behind
+        found = forward_ad.make_dual(found, forward_ad.unpack_dual(x).tangent)
+    return found
+
+
+def entered(x: Tensor, meta: TensorMeta, gives: bool = True) -> Tensor:
+    """What enters a call: it needs a gradient, or has a tangent, if one does anywhere."""
+    return grad_alike(as_agreed(x, meta, gives), meta)
+
+
 def in_forward_mode() -> bool:
     """Whether this worker computes forward-mode derivatives now."""
     return forward_ad._current_level >= 0

@@ -17,11 +17,10 @@ from typing import Any, Protocol, Self, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tessel import transport
 from tessel.core import boxes
-from tessel.core.agreement import TensorMeta, has_tangent
+from tessel.core.agreement import TensorMeta
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import LinearOperator, record_several
 from tessel.core.memory_format import from_a_row, in_a_row
@@ -444,16 +443,6 @@ def keep_part(part: Tensor, layout: Layout, whole: Tensor) -> None:
             move = Move(Layout.whole(first, layout.shape), layout)
             whole = move(whole if first.active else whole.new_empty(0))
         part.copy_(whole)
-
-
-def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
-    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
-    if not meta.needs_grad or x.requires_grad:
-        return x
-    found = x.detach().requires_grad_()
-    if has_tangent(x):  # which `detach` leaves behind
-        found = forward_ad.make_dual(found, forward_ad.unpack_dual(x).tangent)
-    return found
 
 
 def anchored_zeros(shape: Shape, *inputs: Tensor | None) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from tessel.core import boxes
-from tessel.core.agreement import agree, as_agreed
+from tessel.core.agreement import agree, as_agreed, grad_alike
 from tessel.core.layout import Layout
-from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shardings import Sharding, UnknownSharding
 from tessel.primitives.shard_layouts import layout_of_parts

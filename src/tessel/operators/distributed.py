@@ -13,14 +13,21 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, as_agreed, remember
+from tessel.core.agreement import (
+    Agreement,
+    Signature,
+    TensorMeta,
+    agree,
+    as_agreed,
+    grad_alike,
+    remember,
+)
 from tessel.core.boxes import Balanced, Box
 from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
 from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition, world
-from tessel.core.shared import grad_alike
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
 from tessel.operators.execution import Columns, Function, Values, program
 from tessel.operators.explanation import Explanation, explain

@@ -8,12 +8,12 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed, same
+from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed, grad_alike, same
 from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.partition import Partition, world
-from tessel.core.shared import Replicate, grad_alike
+from tessel.core.shared import Replicate
 from tessel.operators.algebra import ParOperator
 from tessel.operators.input_shape import InputShape
 from tessel.operators.leaf import Leaf

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed
+from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed, grad_alike
 from tessel.core.graph import eagerly, untraced
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition, world
-from tessel.core.shared import grad_alike
 from tessel.tensor.counter_random import normal, uniform, whole_numbers
 from tessel.tensor.shared_random import common_number
 from tessel.tensor.tensor import Tensor, converters, layout_on, move

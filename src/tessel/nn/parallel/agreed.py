@@ -17,14 +17,13 @@ from tessel.core.agreement import (
     Numbers,
     TensorMeta,
     agree,
-    as_agreed,
+    entered,
     in_forward_mode,
 )
 from tessel.core.checksum import is_within
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import grad_alike
 from tessel.distributed.shardings import Sharding, State, UnknownSharding
 from tessel.tensor import Tensor as SpreadTensor
 
@@ -49,7 +48,7 @@ def spread_part(part: Tensor, layout: Layout, meta: TensorMeta) -> SpreadTensor:
 
     It needs a gradient, or carries a tangent, of zeros, here if it does so on any worker.
     """
-    return SpreadTensor(as_agreed(grad_alike(part, meta), meta, True), layout)
+    return SpreadTensor(entered(part, meta), layout)
 
 
 @eagerly

@@ -15,9 +15,9 @@ from tessel import transport
 from tessel.core.agreement import Agreement, TensorMeta, agree, same
 from tessel.core.graph import eagerly, in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import enter_graph, is_traced
+from tessel.core.linop import enter
 from tessel.core.partition import Partition
-from tessel.core.shared import equalize, grad_alike
+from tessel.core.shared import equalize
 from tessel.distributed.group import row_of
 from tessel.distributed.shardings import is_wrapped
 from tessel.distributed.shards import (
@@ -215,13 +215,7 @@ def multiply(
             problem=problem_of(x, weight, bias, partition, dim, sizes),
         )
         x = as_plain(x)
-        agreement = agreement_on(product)
-        if is_traced():
-            layout, meta, x = enter_graph(
-                agreement, x, module, lambda x, _, meta: grad_alike(x, meta)
-            )
-        else:
-            layout, meta = agreement.agree_on(x)
+        layout, meta, x = enter(agreement_on(product), x, module)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
     # Beyond one worker the rule of F.linear decides what moves. It must see spread tensors, and so
