@@ -41,7 +41,6 @@ from tessel.nn.parallel.agreed import (
     check_sharding,
     frozen,
     in_mode_of,
-    spread_part,
 )
 from tessel.primitives.shard_layouts import layout_of_shards
 from tessel.tensor import Tensor as SpreadTensor
@@ -410,7 +409,8 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     goal = target if loss.target is None else SpreadTensor(target, layout)
     # the workers told each other that every target is a class
     with in_mode_of(meta), setting(checked, True):
-        return opened(loss.measure.by_torch(spread_part(x, layout, meta), goal, weight))[0]
+        x = SpreadTensor(entered(x, meta), layout)
+        return opened(loss.measure.by_torch(x, goal, weight))[0]
 
 
 def _check_known(state: State) -> None:

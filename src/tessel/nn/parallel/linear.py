@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, agree, same
+from tessel.core.agreement import Agreement, TensorMeta, agree, entered, same
 from tessel.core.graph import eagerly, in_graphs
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import enter
@@ -31,7 +31,7 @@ from tessel.distributed.shards import (
     traced_state,
 )
 from tessel.nn.layer import needs_of, refuse_wrapped
-from tessel.nn.parallel.agreed import check_parts, check_sharding, in_mode_of, misfit, spread_part
+from tessel.nn.parallel.agreed import check_parts, check_sharding, in_mode_of, misfit
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
 from tessel.nn.parallel.sharded import ShardedLayer
@@ -223,7 +223,7 @@ def multiply(
     if partition.size > 1:
         layouts = layouts_of(partition, dim, sizes)
         with in_mode_of(meta):
-            given = spread_part(x, layout, meta)
+            given = SpreadTensor(entered(x, meta), layout)
             own = SpreadTensor(as_plain(weight), layouts["weight"])
             added = None if bias is None else SpreadTensor(as_plain(bias), layouts["bias"])
             y = opened(F.linear(given, own, added))[0]
