@@ -18,8 +18,7 @@ from tessel.core.agreement import (
     Signature,
     TensorMeta,
     agree,
-    as_agreed,
-    grad_alike,
+    entered,
     remember,
 )
 from tessel.core.boxes import Balanced, Box
@@ -219,8 +218,7 @@ class Distributed(HasHandle, ParOperator):
         for leaf, value in values.items():
             if value.device.type != meta.device:
                 raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {meta.device}")
-        x = as_agreed(x, meta, True)
-        x = grad_alike(x, meta) if meta.needs_grad else x
+        x = entered(x, meta)
         # Where workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         x = x.reshape(*form.shape, *batch)
