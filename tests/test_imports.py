@@ -171,6 +171,22 @@ def test_imaging_stands_on_what_packages_export() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_workers_agree_in_one_module() -> None:
+    """What others say before data is sent is compared in `core/agreement.py`, for all of Tessel."""
+    # clocks are told, and nothing is compared; a trace looks at what is
+    allowed = {"tessel.core.agreement": {"share_words", "check_same_call"}}
+    allowed["tessel.tracing.clocks"] = {"share_words"}
+    wrong = [
+        f"{path}:{node.lineno}: {node.attr}; use agree, agree_on_call or an Agreement"
+        for module, path in MODULES.items()
+        if component(module) != "transport"
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr in ("share_words", "check_same_call")
+        if node.attr not in allowed.get(module, ())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_module_imports_itself_in_a_circle() -> None:
     graph = {
         module: {name for name, _ in imports(path) if name in MODULES and name != module}

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
@@ -29,6 +30,7 @@ from tessel.cli.measure import Rate
 from tessel.cli.run import WorkerFailure, first_failure
 from tessel.cli.worker import is_consequence
 from tessel.errors import WorkerLost
+from tessel.version import __version__
 
 Run = Callable[..., list[Any]]
 
@@ -522,3 +524,44 @@ def test_help_reads_well(name: str | None, capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
     assert "tessel" in text
+
+
+SOURCE_TREE = """
+import importlib.metadata, runpy, sys
+
+assert importlib.metadata.version("torch")
+try:
+    raise AssertionError(f"tessel {importlib.metadata.version('tessel')} is installed")
+except importlib.metadata.PackageNotFoundError:
+    pass
+for words in (["--version"], ["doctor", "--no-measure", "--json"]):
+    sys.argv = ["tessel", *words]
+    try:
+        runpy.run_module("tessel", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print("ended by", end.code)
+"""
+
+
+@pytest.mark.slow
+def test_a_source_tree_is_enough(tmp_path: Path) -> None:
+    """`python -m tessel`, and all that says the version, where nothing of Tessel is installed."""
+    # all that is installed, but for Tessel: what it imports knows where it lies
+    for each in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not each.name.startswith(("tessel", "__editable__")) and each.suffix != ".pth":
+            (tmp_path / each.name).symlink_to(each)
+    (tmp_path / "tessel").symlink_to(Path(inspect.getfile(build_parser)).parents[1])
+    # a new interpreter, in which Tessel was not imported before; -S: without what is installed
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", SOURCE_TREE],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, ended, *rest = done.stdout.splitlines()
+    assert (first, ended) == (f"tessel {__version__}", "ended by 0"), done.stdout + done.stderr
+    assert rest[-1].startswith("ended by"), done.stdout + done.stderr
+    assert __version__ in "".join(rest), done.stdout + done.stderr

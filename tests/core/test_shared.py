@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 import tessel
 from parity import close, values
@@ -166,3 +168,30 @@ def test_the_own_part_comes_first_and_nothing_is_cleared(run: Run) -> None:
     """Of two rows, the middle one of the second worker is in the strips of both others."""
     for each in zip(*run(order_of_pieces, nprocs=3), strict=True):
         assert each == ((True, [0, 1]), (True, [1, 0, 2]), (True, [2, 1]))
+
+
+def tangents_of(mixed: bool) -> list[Tensor]:
+    """Of what layers and spread tensors make of an input that requires a gradient on one worker."""
+    P = tessel.world().create_cartesian_topology_partition([2, 1])
+    torch.manual_seed(0)
+    layer = tessel.nn.DistributedLinear(P, None, None, 3, 2, dtype=torch.float64)
+    head = tessel.nn.ParallelLinear(3, 2, dim=0, dtype=torch.float64)
+    x = values((4, 3), 1).requires_grad_(mixed and P.rank == 0)
+    found = []
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, values((4, 3), 2))
+        for y in (layer(dual), head(dual), tessel.from_local(dual, P).sum().full()):
+            tangent = forward_ad.unpack_dual(y).tangent
+            assert tangent is not None
+            found.append(tangent.detach())
+    return found
+
+
+def test_tangents_stay_where_gradients_are_required_elsewhere(run: Run) -> None:
+    """Was: lost on the worker that required none, or zero, and the others waited for it."""
+    for found, expected in zip(
+        run(tangents_of, True, nprocs=2), run(tangents_of, False, nprocs=2), strict=True
+    ):
+        for name, a, b in zip(("layer", "head", "sum"), found, expected, strict=True):
+            assert b.any()
+            close(name, a, b)

@@ -306,13 +306,13 @@ class Assigned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scratch: Tensor, value: Tensor, index: Any) -> Tensor:
-        ctx.index = index
+        ctx.operator = index  # Tessel's own nodes have an attribute of this name
         scratch.data[index] = value
         return scratch
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad[ctx.index], None
+        return grad, grad[ctx.operator], None
 
 
 def check_plain_results() -> None:

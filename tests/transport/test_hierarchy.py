@@ -37,13 +37,13 @@ class Planned(Partition):
 
 @pytest.fixture(params=[0, 10**6], ids=["in slices", "by one worker"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is carried by one worker of a team: nothing, or everything."""
+    """What is carried by one worker of a local group: nothing, or everything."""
     monkeypatch.setattr(hierarchy, "SMALL", request.param)
     monkeypatch.setattr(hierarchy, "CARRIED_BY_ONE", request.param)
-    for remembering in (route, hierarchy.teams, hierarchy._uses):
+    for remembering in (route, hierarchy.local_groups, hierarchy._uses):
         remembering.cache_clear()
     request.addfinalizer(
-        lambda: [each.cache_clear() for each in (route, hierarchy.teams, hierarchy._uses)]
+        lambda: [each.cache_clear() for each in (route, hierarchy.local_groups, hierarchy._uses)]
     )
 
 
@@ -182,7 +182,7 @@ def test_one_host_and_one_worker_on_each_go_directly() -> None:
     assert route(inside, inside, 0, (0, 0, 1, 1)) == direct_route(inside, inside, 0)
 
 
-def test_a_value_of_no_dimension_goes_by_teams_too() -> None:
+def test_a_value_of_no_dimension_goes_by_local_groups_too() -> None:
     hosts = (0, 0, 1, 1)
     whole = Layout.whole(Planned((0, 1, 2, 3), (4,)), ())
     values = {worker: np.array(10.0**worker) for worker in range(4)}

@@ -14,6 +14,7 @@ from tessel.core.agreement import Agreement as Agreement
 from tessel.core.agreement import Signature as Signature
 from tessel.core.agreement import TensorMeta as TensorMeta
 from tessel.core.agreement import agree as agree
+from tessel.core.agreement import grad_alike as grad_alike
 from tessel.core.agreement import in_forward_mode as in_forward_mode
 from tessel.core.agreement import same as same
 from tessel.core.agreement import tell as tell
@@ -32,7 +33,6 @@ from tessel.core.partition import Partition as Partition
 from tessel.core.partition import world as world
 from tessel.core.shared import Replicate as Replicate
 from tessel.core.shared import anchored_zeros as anchored_zeros
-from tessel.core.shared import grad_alike as grad_alike
 from tessel.core.shared import replicate as replicate
 from tessel.core.shared import shared_whole as shared_whole
 from tessel.core.shared import total as total

@@ -2,12 +2,13 @@
 does not fit.
 
 Every worker describes its tensor in a few words (shape, dtype, device, whether it needs a
-gradient), all get all descriptions, and each draws the same conclusion from them. There are three
+gradient), all get all descriptions, and each draws the same conclusion from them. There are four
 ways to do so:
 
 - `Agreement` is for a call that repeats: who calls keeps it, and pays for one exchange and one
   look into a dictionary, as operators and layers do;
 - `agree` is for all other calls: with several tensors or none, and with numbers that change;
+- `agree_on_call` is for what is part of another call, and for groups that are no partition;
 - `tell` is for objects, at set-up and for the text of errors.
 """
 
@@ -164,8 +165,9 @@ class Agreement(Generic[T]):
         try:
             conclusion = self._known[everyones]
         except KeyError:
-            self.group.check_same_call(everyones, self.label)
-            told = _rows(everyones)[:, 1 : 1 + NUM_SIGNED].tobytes()
+            rows = _rows(everyones)
+            self.group.check_same_call(rows[:, 0], self.label)
+            told = rows[:, 1 : 1 + NUM_SIGNED].tobytes()
             held = _held(self.label, self.group.workers, tuple(self.givers), told)
             conclusion = self.conclude(*held)
             remember(self._known, everyones, conclusion)
@@ -219,11 +221,11 @@ def agree(
     labels = [f"{name} of {call}" for name in names] or [call] * len(tensors)
     words = [word for x in tensors for word in Signature.of(x).words()]
     code, words = code_of(identity or call), [*words, *numbers]
-    told = []
-    for start in range(0, max(len(words), 1), MAX_SAID):
-        everyones = group.share_words([code, *words[start : start + MAX_SAID]])
-        group.check_same_call(everyones, labels[0] if labels else call)
-        told.append(_rows(everyones)[:, 1 : 1 + MAX_SAID])
+    label = labels[0] if labels else call
+    told = [
+        agree_on_call(group, label, code, words[start : start + MAX_SAID])[:, :MAX_SAID]
+        for start in range(0, max(len(words), 1), MAX_SAID)
+    ]
     rows, signed = np.concatenate(told, 1), NUM_SIGNED * len(tensors)
     counted = tuple(ranks if givers is None else givers)
     found = [
@@ -233,6 +235,37 @@ def agree(
     group.number_call()
     said = map(tuple, rows[:, signed : len(words)].tolist())
     return Heard(found, dict(zip(group.workers, said, strict=True)))
+
+
+def agree_on_call(
+    group: Group,
+    call: str | Callable[[], str],
+    code: int | None = None,
+    words: Sequence[int] = (),
+    alike: int = 0,
+) -> Any:
+    """Raise ValueError on all workers of a group if they make different calls; one small exchange.
+
+    It does not count as a call.
+
+    Args:
+        group: who must make the same call; this worker is one of them.
+        call: in the words of its user; where these take long, what makes them for an error.
+        code: a number for all in which workers must be alike; None for that of the text.
+        words: what else this worker says.
+        alike: of so many first words all workers must say the same that say one, and not 0.
+
+    Returns:
+        The words of all workers, a row for each, with zeros behind them.
+    """
+    if code is None:
+        assert isinstance(call, str)
+        code = code_of(call)
+    rows = _rows(group.share_words([code, *words]))
+    group.check_same_call(rows[:, 0], call)
+    for said in rows.T[1 : 1 + alike]:
+        group.check_same_call(np.where(said == 0, said.max(), said), call)
+    return rows[:, 1:]
 
 
 def tell(partition: Partition, value: Any) -> dict[int, Any]:
@@ -318,6 +351,21 @@ def as_agreed(x: Tensor, meta: TensorMeta, gives: bool) -> Tensor:
     if meta.has_tangent and in_forward_mode() and not has_tangent(x):
         x = forward_ad.make_dual(x, torch.zeros_like(x))
     return x
+
+
+def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
+    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
+    if not meta.needs_grad or x.requires_grad:
+        return x
+    found = x.detach().requires_grad_()
+    if has_tangent(x):  # which `detach` leaves behind
+        found = forward_ad.make_dual(found, forward_ad.unpack_dual(x).tangent)
+    return found
+
+
+def entered(x: Tensor, meta: TensorMeta, gives: bool = True) -> Tensor:
+    """What enters a call: it needs a gradient, or has a tangent, if one does anywhere."""
+    return grad_alike(as_agreed(x, meta, gives), meta)
 
 
 def in_forward_mode() -> bool:

@@ -1,11 +1,12 @@
 """Hierarchy: exchanges of several hosts, in which each value crosses between two hosts once.
 
-Workers of one host that store the same box are a *team*. What they would each send to another host,
-or each get from it, is one thing: terms of a sum are added within the team first, and copies are
-made within the team last. Between hosts a team is one: each of its workers carries a slice of the
-box, or one of them all of it if that is little. So a movement has up to three exchanges:
+Workers of one host that store the same box are a *local group*. What they would each send to
+another host, or each get from it, is one thing: terms of a sum are added within the group first,
+and copies are made within the group last. Between hosts a group is one: each of its workers carries
+a slice of the box, or one of them all of it if that is little. So a movement has up to three
+exchanges:
 
-    within teams: each adds up its slice   →   between hosts   →   within teams: all get all slices
+    within groups: each adds up its slice  →  between hosts  →  within groups: all get all slices
 
 All of it is a pure function of two layouts and of who runs on which host, as plans are.
 """
@@ -31,7 +32,7 @@ from tessel.core.plan import (
 )
 from tessel.core.plan import route as direct_route
 
-# Elements. Up to the first one worker of a team carries all, in one message: what a message costs
+# Elements. Up to the first one worker of a group carries all, in one message: what a message costs
 # beside its bytes, a millisecond where the threads of Gloo outnumber the cores, is more than what
 # several workers save by carrying a slice each. Up to the second each host gets the terms of all
 # others: that is one step, and a sum by parts has two.
@@ -41,7 +42,7 @@ Hosts = tuple[int, ...]  # for each worker the number of its host
 
 
 @dataclass(frozen=True)
-class Team:
+class LocalGroup:
     """The workers of one host that store one box.
 
     Attributes:
@@ -49,7 +50,7 @@ class Team:
         workers: in ascending order.
         box: that all of them store.
         slices: which part of it each of them carries between hosts; None for nothing.
-        terms: of a sum, those that this team adds: their places on the grid, and who holds each.
+        terms: of a sum, those that this group adds: their places on the grid, and who holds each.
     """
 
     host: int
@@ -62,13 +63,13 @@ class Team:
         return self.slices[self.workers.index(worker)]
 
 
-class Teams:
-    """The teams of a layout.
+class LocalGroups:
+    """The local groups of a layout.
 
     Attributes:
         all: in the order of hosts, which is that of sums.
-        of: the team of each worker that stores something.
-        adding: the team that adds the term at a place on the grid.
+        of: the group of each worker that stores something.
+        adding: the group that adds the term at a place on the grid.
     """
 
     def __init__(self, layout: Layout, hosts: Hosts) -> None:
@@ -84,19 +85,19 @@ class Teams:
         terms: dict[tuple[int, Box], list[tuple[Coordinates, int]]] = {}
         for place in sorted(holders):
             terms.setdefault(key_of[holders[place]], []).append((place, holders[place]))
-        # Teams of one box have as many carriers: those of two hosts have the same slices then.
+        # Groups of one box have as many carriers: those of two hosts have the same slices then.
         fewest: dict[Box, int] = {}
         for (_, box), workers in found.items():
             fewest[box] = min(len(workers), fewest.get(box, len(workers)))
         self.all = tuple(
-            Team(host, tuple(workers), box, _slices(box, fewest[box], len(workers)), given)
+            LocalGroup(host, tuple(workers), box, _slices(box, fewest[box], len(workers)), given)
             for (host, box), workers in sorted(
                 found.items(), key=lambda each: (each[0][0], each[1])
             )
             for given in [tuple(terms.get((host, box), ()))]
         )
-        self.of = {worker: team for team in self.all for worker in team.workers}
-        self.adding = {place: team for team in self.all for place, _ in team.terms}
+        self.of = {worker: group for group in self.all for worker in group.workers}
+        self.adding = {place: group for group in self.all for place, _ in group.terms}
 
 
 def _slices(box: Box, carriers: int, workers: int) -> tuple[Box | None, ...]:
@@ -112,7 +113,7 @@ def _slices(box: Box, carriers: int, workers: int) -> tuple[Box | None, ...]:
     return (*parts, *[None] * (workers - carriers))
 
 
-teams = lru_cache(maxsize=1024)(Teams)
+local_groups = lru_cache(maxsize=1024)(LocalGroups)
 
 
 @lru_cache(maxsize=4096)
@@ -136,7 +137,7 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
     adds, copies = _uses(source, target, hosts)
     if not (adds or copies):
         return direct
-    ways = _TeamPlans(source, target, hosts, adds, copies)
+    ways = _LocalGroupPlans(source, target, hosts, adds, copies)
     by_parts = adds and copies and is_in_place and ways.is_long
     return (
         *([ways.add_within(worker)] if adds else []),
@@ -147,37 +148,37 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
 
 @lru_cache(maxsize=1024)
 def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
-    """Whether teams add terms that go to other hosts; whether they copy what comes from others."""
-    gives, takes = teams(source, hosts), teams(target, hosts)
+    """Whether groups add terms that go to other hosts; whether they copy what comes from others."""
+    gives, takes = local_groups(source, hosts), local_groups(target, hosts)
     sums, sizes = not source.owns_once, source.partition.shape
     adds = copies = False
     if sums and any(sizes[axis] > 1 for axis in source.shared):
         return False, False  # each host may have terms at hand that others have, too
-    for team in takes.all:
-        for taker in team.workers:
-            for place, _ in source.agreement(team.box):
-                from_team = (
+    for group in takes.all:
+        for taker in group.workers:
+            for place, _ in source.agreement(group.box):
+                from_group = (
                     gives.adding[place]
                     if sums
                     else gives.of[giver_of(source, place, target, taker)]
                 )
-                if from_team.host != team.host:
-                    adds = adds or (sums and len(from_team.terms) > 1)
-                    copies = copies or len(team.workers) > 1
+                if from_group.host != group.host:
+                    adds = adds or (sums and len(from_group.terms) > 1)
+                    copies = copies or len(group.workers) > 1
         if copies and (adds or not sums):
             break
     return adds, copies
 
 
 @dataclass(frozen=True)
-class _TeamPlans:
-    """The plans of a movement by teams.
+class _LocalGroupPlans:
+    """The plans of a movement by local groups.
 
     Args:
         source, target: the layouts.
         hosts: of all workers.
-        adds: whether teams add up terms before these go to other hosts.
-        copies: whether teams copy what has come from other hosts.
+        adds: whether groups add up terms before these go to other hosts.
+        copies: whether groups copy what has come from other hosts.
     """
 
     source: Layout
@@ -187,31 +188,31 @@ class _TeamPlans:
     copies: bool
 
     @property
-    def gives(self) -> Teams:
-        return teams(self.source, self.hosts)
+    def gives(self) -> LocalGroups:
+        return local_groups(self.source, self.hosts)
 
     @property
-    def takes(self) -> Teams:
-        return teams(self.target, self.hosts)
+    def takes(self) -> LocalGroups:
+        return local_groups(self.target, self.hosts)
 
     def has(self, worker: int) -> Box | None:
-        """What a worker has for others, after what is added within its team."""
+        """What a worker has for others, after what is added within its group."""
         return _share(self.gives, worker, self.adds)
 
     def wants(self, worker: int) -> Box | None:
-        """What a worker gets, before what is copied within its team."""
+        """What a worker gets, before what is copied within its group."""
         return _share(self.takes, worker, self.copies)
 
     def add_within(self, worker: int) -> Plan:
-        """Each worker of a team adds up the terms of its slice."""
-        team, gives, takes = self.gives.of.get(worker), [], []
-        if team is not None:
-            mine = team.carried_by(worker)
-            for taker, part in zip(team.workers, team.slices, strict=True):
+        """Each worker of a group adds up the terms of its slice."""
+        group, gives, takes = self.gives.of.get(worker), [], []
+        if group is not None:
+            mine = group.carried_by(worker)
+            for taker, part in zip(group.workers, group.slices, strict=True):
                 if part is not None:
-                    gives.append(Piece.of(taker, part, team.box))
+                    gives.append(Piece.of(taker, part, group.box))
             if mine is not None:
-                takes = [Piece.of(giver, mine, mine) for _, giver in team.terms]
+                takes = [Piece.of(giver, mine, mine) for _, giver in group.terms]
         shapes = box_shape(self.source, worker), shape_of(self.has(worker))
         return assembled(worker, gives, takes, shapes, once=False)
 
@@ -245,9 +246,9 @@ class _TeamPlans:
         met = {id(self.gives.adding[place]) for place, _ in self.source.agreement(want)}
         return [
             (giver, part)
-            for team in self.gives.all
-            if id(team) in met
-            for giver in (team.workers if self.adds else (holder for _, holder in team.terms))
+            for group in self.gives.all
+            if id(group) in met
+            for giver in (group.workers if self.adds else (holder for _, holder in group.terms))
             if (part := boxes.intersection(want, self.has(giver))) is not None
         ]
 
@@ -258,8 +259,8 @@ class _TeamPlans:
         Else each gets the terms of all others, which sends more, in fewer steps.
         """
         blocks: dict[Box, int] = {}
-        for team in self.gives.all:
-            blocks[team.box] = blocks.get(team.box, 0) + 1
+        for group in self.gives.all:
+            blocks[group.box] = blocks.get(group.box, 0) + 1
         return any((count - 2) * boxes.volume(box) > SMALL for box, count in blocks.items())
 
     def sum_by_parts(self, worker: int) -> tuple[Plan, Plan]:
@@ -268,13 +269,13 @@ class _TeamPlans:
         if mine is None:
             empty = assembled(worker, [], [], ((0,), (0,)), once=False)
             return empty, empty
-        team = self.gives.of[worker]
-        others = [each for each in self.gives.all if each.box == team.box]
-        number = team.workers.index(worker)
+        group = self.gives.of[worker]
+        others = [each for each in self.gives.all if each.box == group.box]
+        number = group.workers.index(worker)
         peers = [each.workers[number] for each in others]  # who carry the same slice
         ((start, stop),) = mine
         parts = [(boxes.shift(part, start),) for part in boxes.balanced(stop - start, len(others))]
-        part = parts[others.index(team)]
+        part = parts[others.index(group)]
         slices = [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)]
         own = [Piece.of(peer, part, part) for peer in peers]
         whole, less = boxes.extent(mine), boxes.extent(part)
@@ -283,22 +284,22 @@ class _TeamPlans:
         return add, copy
 
     def copy_within(self, worker: int) -> Plan:
-        """Each worker of a team gives all others of it its slice."""
-        team, mine, gives, takes = self.takes.of.get(worker), self.wants(worker), [], []
-        if team is not None:
+        """Each worker of a group gives all others of it its slice."""
+        group, mine, gives, takes = self.takes.of.get(worker), self.wants(worker), [], []
+        if group is not None:
             if mine is not None:
-                gives = [Piece.of(taker, mine, mine) for taker in team.workers]
+                gives = [Piece.of(taker, mine, mine) for taker in group.workers]
             takes = [
-                Piece.of(giver, part, team.box)
-                for giver, part in zip(team.workers, team.slices, strict=True)
+                Piece.of(giver, part, group.box)
+                for giver, part in zip(group.workers, group.slices, strict=True)
                 if part is not None
             ]
         shapes = shape_of(mine), box_shape(self.target, worker)
         return assembled(worker, gives, takes, shapes, once=True)
 
 
-def _share(teams: Teams, worker: int, is_sliced: bool) -> Box | None:
-    team = teams.of.get(worker)
-    if team is None:
+def _share(groups: LocalGroups, worker: int, is_sliced: bool) -> Box | None:
+    group = groups.of.get(worker)
+    if group is None:
         return None
-    return team.carried_by(worker) if is_sliced else team.box
+    return group.carried_by(worker) if is_sliced else group.box

@@ -344,16 +344,50 @@ def agreed_in_graphs(
     return known[key, signatures], partial(agree, *signatures)
 
 
-def enter_graph(
-    agreement: Agreement[tuple[Layout, TensorMeta]],
-    x: Tensor,
-    module: torch.nn.Module | None,
-    prepare: Callable[[Tensor, Layout, TensorMeta], Tensor],
+def enter(
+    agreement: Agreement[tuple[Layout, TensorMeta]], x: Tensor, module: torch.nn.Module | None
 ) -> tuple[Layout, TensorMeta, Tensor]:
-    """How a tensor lies, its kind, and the prepared tensor, on which each run agrees again."""
+    """How a tensor lies and its kind, as all agree, and the tensor, on which runs of a graph agree.
+
+    Args:
+        agreement: of the workers.
+        x: what this worker has of the tensor.
+        module: what is compiled; None for an operator.
+    """
+    if not is_traced():
+        return *agreement.agree_on(x), x
     (layout, meta), again = agreed_in_graphs(agreement.agree_on, x, compiled=agreement.compiled)
     agrees = agreement.label, agreement.group, lambda _: again()[0]
-    return layout, meta, Entering(layout, *agrees, module).apply(prepare(x, layout, meta), meta)
+    return layout, meta, Entering(layout, *agrees, module).apply(x, meta)
+
+
+def enter_by_values(
+    agree: Callable[..., T],
+    given: tuple[Any, ...],
+    said: Callable[[Any], Any],
+    lies: Callable[[T], Layout],
+    label: str,
+    group: transport.Group,
+    module: torch.nn.Module | None = None,
+    compiled: dict[Any, T] | None = None,
+    key: Any = None,
+) -> tuple[T, Any]:
+    """What workers conclude of a tensor and its values, and the tensor; runs of a graph agree, too.
+
+    Args:
+        agree: called with what is given, and with what is said of values where these are.
+        given: the tensor, and others of which no values count.
+        said: what this worker says of the values of the tensor.
+        lies: from what they conclude, how the tensor lies; raises for what does not fit.
+        label, group, module: as of `Entering`.
+        compiled, key: as of `agreed_in_graphs`.
+    """
+    x, *_ = given
+    if not is_traced():
+        return agree(*given, said(x)), x
+    agreed, again = agreed_in_graphs(agree, *given, compiled=compiled, key=key)
+    entering = Entering(lies(agreed), label, group, lambda x: lies(again(said(x))), module)
+    return agreed, entering.apply(x)
 
 
 class Compiled(LinearOperator):
@@ -618,7 +652,7 @@ def _number_of_call(operator: Any) -> int:
     if is_compiling():
         return 0
     if isinstance(operator, LinearOperator):
-        return operator.prepare().num_calls
+        return (operator._group or operator.prepare()).num_calls
     group = getattr(operator, "group", None)  # what moves nothing has none
     return 0 if group is None else group.num_calls
 
@@ -677,6 +711,15 @@ class _Apply(torch.autograd.Function):
         # Backward passes are not agreed on: that of another call must not answer this one.
         with transport.Tagged(ctx.call):
             return record(ctx.operator.H, grad, anchor=anchor), None, None
+
+
+def operator_of(node: Any) -> Any:
+    """What a node of autograd's graph applies, if it was recorded here; None for all others."""
+    # by the class: a function of the user's may have attributes of these names, too
+    if not issubclass(getattr(node, "_forward_cls", object), _Apply):
+        return None
+    names = ("operator", "product", "function")
+    return next(getattr(node, name) for name in names if hasattr(node, name))
 
 
 class _ApplyAnyMode(_Apply):

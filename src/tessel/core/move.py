@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import TensorMeta, as_agreed, remember
+from tessel.core.agreement import TensorMeta, agree_on_call, as_agreed, remember
 from tessel.core.boxes import Region
 from tessel.core.context import is_compiling
 from tessel.core.graph import placed
@@ -30,7 +30,6 @@ from tessel.transport import (
     Place,
     ReceiveBuffer,
     SendBuffer,
-    code_of,
     is_pinned,
     is_plain,
     keep_unchanged,
@@ -131,7 +130,7 @@ class Move(LinearOperator):
         try:
             problem = self._problem_with(x, meta, out)
             text = f"{self._label} with `out`{problem and f', {problem}'}"
-            self.group.check_same_call(self.group.share_words([code_of(text)]), text)
+            agree_on_call(self.group, text)
             if problem:
                 raise ValueError(text)
             return self._apply_into(x, out)
@@ -394,8 +393,8 @@ class Stage:
         sends, shape, worker = self._sends(x), self.plan.target_shape, transport.this_worker()
         there = {each.worker: each.tensor for each in sends if each.worker == worker}
         places = [
-            ReceiveBuffer(peer, there[peer] if peer in there else x.new_empty(lengths))
-            for peer, lengths in self._incoming_shapes
+            ReceiveBuffer(p.peer, there[p.peer] if p.peer in there else x.new_empty(p.shape))
+            for p, _ in self._incoming(False)
         ]
         came = self.group.bring(sends, places, x.device)
         is_last = is_channels_last(x)
@@ -413,11 +412,6 @@ class Stage:
         ]
         y = torch.cat(parts, 1).view(shape)
         return y.movedim(-1, 1) if is_last else y
-
-    @cached_property
-    def _incoming_shapes(self) -> list[tuple[int, Shape]]:
-        """From whom something comes, in order, and of what shape; what is kept is among it."""
-        return [(piece.peer, piece.shape) for piece, _ in self._incoming(False)]
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need; the result puts what arrives into its place."""

@@ -160,7 +160,15 @@ class Partition:
         if not isinstance(numbers, torch.Tensor):
             raise TypeError(f"from_mesh: expected a torch.distributed.DeviceMesh, got {mesh!r}")
         ranks, shape = tuple(numbers.flatten().tolist()), tuple(numbers.shape)
-        for row in _rows_of_all(ranks):
+        # In each call: whether rows were seen before, some workers would answer otherwise.
+        everyone = transport.group_of(range(transport.num_workers()))
+        rows = sorted({*everyone.share_objects(ranks)})
+        if len({worker for row in rows for worker in row}) < sum(map(len, rows)):
+            raise ValueError(
+                f"from_mesh: expected one mesh on all workers, or rows of one that do not overlap, "
+                f"got those of workers {', '.join(map(str, rows))}"
+            )
+        for row in rows:
             cls(row, (len(row),))  # its group, which all workers make together
         return cls(ranks, shape)
 
@@ -302,21 +310,6 @@ class HypotheticalPartition(Partition):
 
     def _find_places(self) -> None:
         """There is nothing to find."""
-
-
-def _rows_of_all(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The workers of each row of a mesh, of which this worker knows its own.
-
-    They ask in each call: whether rows were seen before, some workers would answer otherwise.
-    """
-    everyone = transport.group_of(range(transport.num_workers()))
-    rows = sorted({*everyone.share_objects(ranks)})
-    if len({worker for row in rows for worker in row}) < sum(map(len, rows)):
-        raise ValueError(
-            f"from_mesh: expected one mesh on all workers, or rows of one that do not overlap, got "
-            f"those of workers {', '.join(map(str, rows))}"
-        )
-    return tuple(rows)
 
 
 def world() -> Partition:

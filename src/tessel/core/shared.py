@@ -445,13 +445,6 @@ def keep_part(part: Tensor, layout: Layout, whole: Tensor) -> None:
         part.copy_(whole)
 
 
-def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
-    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
-    if meta.needs_grad and not x.requires_grad:
-        return x.detach().requires_grad_()
-    return x
-
-
 def anchored_zeros(shape: Shape, *inputs: Tensor | None) -> Tensor:
     """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
     zeros = [each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from tessel.core import boxes
-from tessel.core.agreement import agree, as_agreed
+from tessel.core.agreement import agree, entered
 from tessel.core.layout import Layout
-from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shardings import Sharding, UnknownSharding
 from tessel.primitives.shard_layouts import layout_of_parts
@@ -31,8 +30,8 @@ def agreed_part(part: torch.Tensor, sharding: Sharding, call: str) -> Tensor:
     label = f"{call} of {sharding}"
     [(shapes, meta)], _ = agree(row, label, part)
     layout = layout_of_parts(row, shapes, sharding.dim, sharding.size, label)
-    entered = grad_alike(as_agreed(part, meta, True), meta)
-    return Tensor(entered.view_as(entered), layout)
+    part = entered(part, meta)
+    return Tensor(part.view_as(part), layout)
 
 
 def grid_of(part: torch.Tensor, sharding: Sharding) -> Where:

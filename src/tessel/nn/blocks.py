@@ -140,7 +140,7 @@ class Weighted(StoredInParts, ComputingLayer):
         self.place_on(P_x)
         assert isinstance(self, torch.nn.Module)
         if P_w is not None:
-            self.check_grid(self._grid())
+            self.check_grid(self._grid(P_x.dim))
         self.agree_on_form()
         # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
@@ -152,9 +152,8 @@ class Weighted(StoredInParts, ComputingLayer):
             block = layout.local_part(whole.detach()).clone()
             setattr(self, name, torch.nn.Parameter(block, requires_grad=whole.requires_grad))
 
-    def _grid(self) -> WeightGrid:
+    def _grid(self, ndim: int) -> WeightGrid:
         assert self.P_w is not None
-        ndim = self.P_x.dim
         return WeightGrid.of(self.P_w, ndim, self.num_dims)
 
     def _block_layouts(self) -> dict[str, Layout]:
@@ -162,7 +161,7 @@ class Weighted(StoredInParts, ComputingLayer):
         if self.P_w is None:
             shapes = self.whole_shapes().items()
             return {name: Layout.whole(self.P_x, shape, shared=True) for name, shape in shapes}
-        grid = self._grid()
+        grid = self._grid(self.P_x.dim)
         both = (grid.out, grid.into) if self.outputs_first else (grid.into, grid.out)
         return {
             name: grid.weight(shape, both if name == "weight" else (grid.out,))
@@ -202,13 +201,12 @@ class Weighted(StoredInParts, ComputingLayer):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `multiply`")
 
-    def on_grid(self, P_w: Partition, x: Shape, y: Shape) -> Contraction:
-        """Where an input and an output of these shapes meet the blocks of the weight."""
+    def on_grid(self, x: Shape, y: Shape) -> Contraction:
+        """Where an input and an output of these shapes meet the blocks of the weight on `P_w`."""
         # Where windows are computed is said by their outputs: space is that of the result.
         channel = len(y) - self.num_dims - 1
         inputs = (*y[:channel], x[channel], *y[channel + 1 :])
-        grid = WeightGrid.of(P_w, len(y), self.num_dims)
-        return grid.product(inputs, self._block_layouts()["weight"], y)
+        return self._grid(len(y)).product(inputs, self._block_layouts()["weight"], y)
 
     def prepare(self) -> transport.Group:
         if self._group is None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tessel import transport
+from tessel.core.agreement import agree_on_call
 from tessel.core.context import is_compiling, setting
 from tessel.core.linop import in_transform, is_traced
 from tessel.core.memory_format import is_channels_last
@@ -236,9 +236,8 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
         used = (names.get(id(call.parameters[number]), "another") for number in call.sequence)
         return head + ", ".join(used)
 
-    everyones = group.share_words([zlib.crc32(call.sequence, code_of(head))])
     try:
-        group.check_same_call(everyones, said)
+        agree_on_call(group, said, zlib.crc32(call.sequence, code_of(head)))
     except ValueError as error:
         calls: list[str] = error.calls  # type: ignore[attr-defined]
         if not all(each.startswith(head) for each in calls):
@@ -310,16 +309,13 @@ class BucketedForward:
         call = f"{type(self.module).__name__} with {described(plan)}"
         known = self._partitions[: NUM_WORDS - 1]  # a word for each, after that of the call
         others = [each for each in plan if each.use.partition not in known]
-        codes = [code_of(f"{type(self.module).__name__} {len(known)} {others}")]
+        codes = []
         for partition in known:  # of what lies on others this worker knows nothing
             own = [each for each in plan if each.use.partition == partition]
-            codes.append(code_of(f"{own}") if partition.active else 0)
-        said = np.frombuffer(group.share_words(codes), np.int64).reshape(group.size, -1)
-        for column in said.T[: len(codes)]:
-            everyones = np.zeros_like(said)
             # who is not of the partition, and says zero, agrees with anybody
-            everyones[:, 0] = np.where(column == 0, column.max(), column)
-            group.check_same_call(everyones.tobytes(), call)
+            codes.append(code_of(f"{own}") if partition.active else 0)
+        code = code_of(f"{type(self.module).__name__} {len(known)} {others}")
+        agree_on_call(group, call, code, codes, alike=len(codes))
 
 
 def described(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from tessel.tensor.windowed import outline, tuple_of
 
 
 class _ConvTranspose(ConvolutionLayer):
-    rule = transposed
     outputs_first = False
     output_padding: Any
     _output_padding: Any  # torch's own
 
-    def read_settings(self) -> TransposedSettings:
+    @cached_property
+    def settings(self) -> TransposedSettings:
         kernel = tuple_of(self.kernel_size, self.num_dims)
         shape = (self.in_channels, self.out_channels // self.groups, *kernel)
         sizes = self.stride, self.padding, self.output_padding
@@ -38,7 +39,7 @@ class _ConvTranspose(ConvolutionLayer):
         output_size: Any = None,
     ) -> Result:
         """The result; `output_size` is that of the whole tensor, as torch takes it."""
-        settings = self.settings()
+        settings = self.settings
         if output_size is not None:
             D = self.num_dims
             lists = map(list, (settings.stride, settings.padding, settings.weight[2:]))
@@ -47,7 +48,10 @@ class _ConvTranspose(ConvolutionLayer):
             # whole: sizes that it rejects raise its error on every worker
             behind = self._output_padding(outline(layout.shape), *sizes)
             settings = replace(settings, output_padding=tuple(behind))
-        return self.convolve(x, layout, weight, bias, settings)
+        plan = None
+        if self.P_w is not None:
+            plan = self.on_grid(layout.shape, transposed.convolved(layout.shape, settings))
+        return transposed.convolve_parts(x, layout, weight, bias, settings, plan)
 
     def check_grid(self, grid: WeightGrid) -> None:
         if self.groups > 1:

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
-from tessel.core.agreement import agree, tell
+from tessel.core.agreement import agree, entered, tell
 from tessel.core.checksum import checksum
 from tessel.core.context import setting
 from tessel.core.graph import current_trace, in_graphs, outside_of_graphs
 from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, zero_volume_tensor
-from tessel.core.linop import is_traced
+from tessel.core.linop import enter, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
@@ -37,8 +37,6 @@ from tessel.nn import buckets
 from tessel.nn.layer import (
     Layer,
     alone,
-    enter,
-    entered,
     fix_shapes,
     is_in_model,
     lies,
@@ -577,7 +575,8 @@ class Entrance(HasHandle):
         def enter_part(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != P_x.dim:
                 return value
-            return SpreadTensor(*enter(agreements[key], value, module))
+            layout, meta, part = enter(agreements[key], value, module)
+            return SpreadTensor(entered(part, meta, not layout.is_outside), layout)
 
         known = FreshTensors()
         with (
@@ -680,7 +679,8 @@ class Entrance(HasHandle):
             if not is_plain or value.dim() != P_x.dim:
                 return value
             layout, meta = next(entries)
-            return SpreadTensor(entered(value, layout, meta).view_as(value), layout)
+            part = entered(value, meta, not layout.is_outside)
+            return SpreadTensor(part.view_as(value), layout)
 
         return nested(enter, (args, kwargs))
 

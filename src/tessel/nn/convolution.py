@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ Numbers = tuple[int, ...]
 
 
 class ConvolutionLayer(Weighted):
-    """A convolution of any number of dimensions; transposed ones have a rule of their own."""
+    """A convolution of any number of dimensions."""
 
     num_dims: int
     kernel_size: Numbers
@@ -27,44 +28,29 @@ class ConvolutionLayer(Weighted):
     groups: int
     in_channels: int
     out_channels: int
-    rule: Any = convolution
-    _settings: Any = None
 
-    def read_settings(self) -> Any:
-        """What the attributes, which are torch's, say."""
+    @cached_property
+    def settings(self) -> Any:
+        """What this is, as a value: what the attributes say, which are torch's."""
         inputs = self.in_channels // self.groups
         shape = (self.out_channels, inputs, *self.kernel_size)
         sizes = self.stride, self.padding, self.dilation
         return convolution.settings_of(shape, *sizes, self.groups, self.padding_mode)
 
-    def settings(self) -> Any:
-        """What this is, as a value."""
-        if self._settings is None:
-            self._settings = self.read_settings()
-        return self._settings
-
     def __setattr__(self, name: str, value: Any) -> None:
         # torch's layers read their attributes in each call: one that changes counts from then on
-        if name != "_settings":
-            self.__dict__.pop("_settings", None)
+        self.__dict__.pop("settings", None)
         super().__setattr__(name, value)
 
     def weight_shape(self) -> Shape:
-        shape: Shape = self.settings().weight
+        shape: Shape = self.settings.weight
         return shape
 
-    def convolve(
-        self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Any
-    ) -> Result:
-        """What the rule gives, of a weight in blocks on its grid."""
-        plan = None
-        if self.P_w is not None:
-            plan = self.on_grid(self.P_w, layout.shape, self.rule.convolved(layout.shape, settings))
-        result: Result = self.rule.convolve_parts(x, layout, weight, bias, settings, plan)
-        return result
-
     def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
-        return self.convolve(x, layout, weight, bias, self.settings())
+        settings, plan = self.settings, None
+        if self.P_w is not None:
+            plan = self.on_grid(layout.shape, convolution.convolved(layout.shape, settings))
+        return convolution.convolve_parts(x, layout, weight, bias, settings, plan)
 
     def check_grid(self, grid: WeightGrid) -> None:
         """Blocks of the weight must hold whole groups of outputs, and all of their inputs."""

@@ -12,17 +12,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, as_agreed
+from tessel.core.agreement import Agreement, TensorMeta, agree, entered
 from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import enter_graph, is_traced
+from tessel.core.linop import enter
 from tessel.core.partition import Partition
-from tessel.core.shared import equalize, grad_alike
+from tessel.core.shared import equalize
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import UnsupportedError, as_spread, opened, parts, running
 from tessel.tensor.tensor import is_spread
-from tessel.transport import code_of, kept_in_job
+from tessel.transport import kept_in_job
 
 Entry = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
@@ -40,20 +40,6 @@ def parts_agreement(
         return Layout.from_local_shapes(P_x, shapes), meta
 
     return Agreement(group, label, P_x.ranks, conclude, identity)
-
-
-def entered(x: Tensor, layout: Layout, meta: TensorMeta) -> Tensor:
-    """A part as all agreed on it: it needs a gradient, or has a tangent, if one does anywhere."""
-    return grad_alike(as_agreed(x, meta, not layout.is_outside), meta)
-
-
-def enter(agreement: Agreement[Entry], x: Tensor, module: torch.nn.Module) -> Result:
-    """A part as all workers agree on it, and the layout; in compiled code they do in each run."""
-    if not is_traced():
-        layout, meta = agreement.agree_on(x)
-        return entered(x, layout, meta), layout
-    layout, _, x = enter_graph(agreement, x, module, entered)
-    return x, layout
 
 
 def fix_shapes(arguments: Any) -> bool:
@@ -177,8 +163,7 @@ class Layer(HasHandle):
         form = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
         over = ", ".join(map(str, self.partitions()))
         call = f"{type(self).__name__} over {over} with {given} and parameters {form}"
-        group.check_same_call(group.share_words([code_of(call)]), call)
-        group.number_call()
+        agree(Partition(group.workers, (group.size,)), call)
         self._number = group.num_calls
 
     def equalize_parameters(self) -> None:
@@ -205,12 +190,13 @@ class Layer(HasHandle):
         if not self._takes_part:
             return self.placeholder(input)
         if len(group.workers) == 1:  # nobody to agree with
-            layout = lies_alone(self.P_x, tuple(input.shape))
+            layout = lies(self.P_x, ((self.P_x.ranks[0], tuple(input.shape)),))
             if self.fits_torch(layout, *args):
                 return self.torch_forward(input, *args, **settings)
         else:
             assert isinstance(self, torch.nn.Module)
-            input, layout = enter(self._agreement(), input, self)
+            layout, meta, input = enter(self._agreement(), input, self)
+            input = entered(input, meta, not layout.is_outside)
         y, _ = self.compute(input, layout, *args, **settings)
         return y
 
@@ -299,12 +285,6 @@ def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:
     could = [each.requires_grad for each in parameters]
     derives = torch.is_grad_enabled()
     return [each and derives for each in could], any(could) and not derives
-
-
-@kept_in_job
-def lies_alone(partition: Partition, shape: Shape) -> Layout:
-    """How a tensor lies that the only worker of a partition has."""
-    return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})
 
 
 @kept_in_job

@@ -65,10 +65,8 @@ class DistributedLinear(Weighted, torch.nn.Linear):
     def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
         check_dtypes(x, weight, bias)
         shape = shape_of(F.linear, layout.shape, self.weight_shape())
-        if self.P_w is None:
-            plan = _in_rows(layout, shape)
-        else:
-            plan = self.on_grid(self.P_w, layout.shape, shape)
+        in_rows = self.P_w is None
+        plan = _in_rows(layout, shape) if in_rows else self.on_grid(layout.shape, shape)
         return linear_terms(SpreadTensor(x, layout), weight, bias, plan), plan.terms
 
 

@@ -17,8 +17,8 @@ from tessel.core.agreement import agree, remember
 from tessel.core.checksum import checksum
 from tessel.core.context import setting
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, agreed_in_graphs, is_traced
-from tessel.nn.layer import Layer, Result, entered
+from tessel.core.linop import enter_by_values, is_traced
+from tessel.nn.layer import Layer, Result
 from tessel.nn.loss_agreement import (
     FINE,
     AgreedTarget,
@@ -98,23 +98,19 @@ class DistributedLossBase(Layer):
             conclude: the layout of it; raises, on all workers, for what does not fit.
             note: what else tells this call from others.
         """
-        if not is_traced():
-            agreed = self._learn(name, value, said(value), note)
-            return agreed.spread(value, conclude(agreed))
-        compiled = self.__dict__.setdefault("_agreements", {})
-        learn, key = partial(self._learn, name, note=note), (name, note, self._settings)
-        agreed, again = agreed_in_graphs(learn, value, compiled=compiled, key=key)
-        layout = conclude(agreed)
-        entering = Entering(
-            layout,
-            f"the {name} of {self!r}",
+        in_graph = is_traced()  # else nobody asks for what takes long: its words and its settings
+        agreed, value = enter_by_values(
+            partial(self._learn, name, note=note),
+            (value,),
+            said,
+            conclude,
+            f"the {name} of {self!r}" if in_graph else "",
             self.P_x.prepare(),
-            lambda x: conclude(again(said(x))),
             self,  # type: ignore[arg-type]
+            self.__dict__.setdefault("_agreements", {}),
+            (name, note, self._settings) if in_graph else None,
         )
-        return SpreadTensor(
-            entering.apply(entered(value, layout, agreed.meta), agreed.meta), layout
-        )
+        return agreed.spread(value, conclude(agreed))
 
     def _learn(self, name: str, value: Any, said: Said = FINE, note: str = "") -> AgreedTarget:
         """Learn from all workers what they hold of another tensor than the input."""

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Numbers, TensorMeta
+from tessel.core.agreement import Numbers, TensorMeta, entered
 from tessel.core.checksum import checksum, is_dense, is_within, range_of
 from tessel.core.layout import Layout, Shape
-from tessel.nn.layer import entered
 from tessel.tensor import Tensor as SpreadTensor
 
 CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
@@ -86,7 +85,7 @@ class AgreedTarget:
     def spread(self, value: Tensor, layout: Layout) -> SpreadTensor:
         """Parts that fit: the tensor needs a gradient, or carries a tangent, here if it does so
         anywhere."""
-        return SpreadTensor(entered(value, layout, self.meta), layout)
+        return SpreadTensor(entered(value, self.meta, not layout.is_outside), layout)
 
 
 @lru_cache(maxsize=1024)

@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tessel.core.agreement import Agreement
+from tessel.core.agreement import Agreement, entered
 from tessel.core.graph import in_graphs
 from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, Shape
+from tessel.core.linop import enter
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Mirrored, ReceptiveField, Window
@@ -31,8 +32,7 @@ from tessel.nn.layer import (
     Layer,
     Result,
     compute_spread,
-    enter,
-    lies_alone,
+    lies,
     needs_of,
     parts_agreement,
 )
@@ -121,9 +121,10 @@ class HaloRegion(HasHandle, nn.Sequential):
         if not self.P_x.active:
             return input.clone()
         if self.P_x.size == 1:
-            layout = lies_alone(self.P_x, tuple(input.shape))
+            layout = lies(self.P_x, ((self.P_x.ranks[0], tuple(input.shape)),))
         else:
-            input, layout = enter(self._agreement(self.P_x), input, self)
+            layout, meta, input = enter(self._agreement(self.P_x), input, self)
+            input = entered(input, meta, not layout.is_outside)
         y, _ = self.compute(input, layout)
         return y
 
@@ -317,7 +318,7 @@ class _Convolving(RegionStep):
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
-        settings = self.layer.settings()
+        settings = self.layer.settings
         outputs = convolution.convolved(shape, settings)
         windows = settings.windows(tuple(before for before, _ in settings.widths))
         around = _bordered(windows, shape, settings.widths, settings.mode)
@@ -339,7 +340,7 @@ class _Convolving(RegionStep):
             else:
                 x = F.pad(x, _widths(plan, D))
         weight, bias = parameters
-        settings = self.layer.settings()
+        settings = self.layer.settings
         return convolution.of_read(x, weight, bias, padding, plan.target, settings)
 
 
@@ -366,13 +367,13 @@ class _Transposed(_Convolving):
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         check_dtypes(x, self.layer.weight, self.layer.bias)
-        settings = self.layer.settings()
+        settings = self.layer.settings
         outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         weight, bias = parameters
-        settings = self.layer.settings()
+        settings = self.layer.settings
         return transposed.of_read(x, weight, bias, plan, plan.target, settings)
 
 

@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, as_agreed, remember
+from tessel.core.agreement import (
+    Agreement,
+    Signature,
+    TensorMeta,
+    agree,
+    entered,
+    remember,
+)
 from tessel.core.boxes import Balanced, Box
 from tessel.core.graph import fix_lengths, in_graphs
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout
 from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition, world
-from tessel.core.shared import grad_alike
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
 from tessel.operators.execution import Columns, Function, Values, program
 from tessel.operators.explanation import Explanation, explain
@@ -212,8 +218,7 @@ class Distributed(HasHandle, ParOperator):
         for leaf, value in values.items():
             if value.device.type != meta.device:
                 raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {meta.device}")
-        x = as_agreed(x, meta, True)
-        x = grad_alike(x, meta) if meta.needs_grad else x
+        x = entered(x, meta)
         # Where workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         x = x.reshape(*form.shape, *batch)

@@ -8,12 +8,12 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed, same
+from tessel.core.agreement import Agreement, TensorMeta, agree, entered, same
 from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.partition import Partition, world
-from tessel.core.shared import Replicate, grad_alike
+from tessel.core.shared import Replicate
 from tessel.operators.algebra import ParOperator
 from tessel.operators.input_shape import InputShape
 from tessel.operators.leaf import Leaf
@@ -71,7 +71,7 @@ class ParReduce(Leaf):
         # Copies of a sum are one shared value: where some worker needs its gradient, all do.
         self.partition.prepare()  # of a copy
         operator, meta = self._agreement.agree_on(x)
-        return operator.apply(grad_alike(as_agreed(x, meta, True), meta))
+        return operator.apply(entered(x, meta))
 
     def try_on(self, device: str) -> None:
         """Torch adds all numbers that can be moved; nothing is sent to find that out."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tessel import transport
+from tessel.core.agreement import agree_on_call
 from tessel.core.checksum import checksum
 from tessel.core.context import is_compiling, setting
 from tessel.core.halo import Halo
@@ -127,13 +128,16 @@ def compare(group: Group, said: str, exactly: str = "") -> None:
     """
     if group.size == 1 or group.workers[0] < 0:  # of workers that are only supposed, nobody speaks
         return
+
+    def called() -> str:
+        # places are said and not compared: workers may come to the same call by different lines
+        return f"{said} at {current_place()}"
+
     try:
-        everyones = group.share_words([code_of(f"TESSEL_CHECK {said} {exactly}")])
+        agree_on_call(group, called, code_of(f"TESSEL_CHECK {said} {exactly}"))
     except WorkerLost as error:
         text = f"{error}; it waited for the others to say that they call {said} as it does at "
         raise WorkerLost(f"{text}{current_place()}") from error
-    # places are said and not compared: workers may come to the same call by different lines
-    group.check_same_call(everyones, lambda: f"{said} at {current_place()}")
 
 
 def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:

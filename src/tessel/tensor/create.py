@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed
+from tessel.core.agreement import Agreement, TensorMeta, agree, entered
 from tessel.core.graph import eagerly, untraced
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition, world
-from tessel.core.shared import grad_alike
 from tessel.tensor.counter_random import normal, uniform, whole_numbers
 from tessel.tensor.shared_random import common_number
 from tessel.tensor.tensor import Tensor, converters, layout_on, move
@@ -56,7 +55,7 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
         return x.move_to(where)
     layout, meta = _agreement(partition, where, "tessel.spread").agree_on(x)
     whole = Layout.whole(partition, layout.shape, shared=True)
-    part = grad_alike(as_agreed(x, meta, partition.active), meta)
+    part = entered(x, meta, partition.active)
     if not partition.active:
         return Tensor(part, layout)
     if layout == whole:
@@ -88,8 +87,8 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
         agree(world(), "tessel.from_local of a tensor that is spread")
         raise TypeError(f"from_local: expected a plain tensor, got one that is spread, {part}")
     layout, meta = _agreement(partition, where, "tessel.from_local").agree_on(part)
-    entered = grad_alike(as_agreed(part, meta, partition.active), meta)
-    return Tensor(entered.view_as(entered), layout)
+    part = entered(part, meta, partition.active)
+    return Tensor(part.view_as(part), layout)
 
 
 def _partition(where: Where) -> Partition:

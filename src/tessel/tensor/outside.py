@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from tessel import transport
 from tessel.core.context import setting
 from tessel.core.layout import Layout
-from tessel.core.linop import LinearOperator
+from tessel.core.linop import LinearOperator, operator_of
 from tessel.core.partition import Outline, Partition
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.pointwise import is_in_place, new_layout
@@ -120,7 +120,7 @@ def _anchor(*values: Any) -> torch.Tensor:
         # on all workers that have it, and those outside of a partition get none of what is computed
         # there.
         for node in nodes_of(value):
-            operator = getattr(node, "operator", None)
+            operator = operator_of(node)
             if isinstance(operator, LinearOperator) and operator.takes_part:
                 raise ValueError(
                     f"a tensor that worker {transport.this_worker()} has from {operator} is "

@@ -31,7 +31,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tessel.core.graph import untraced
 from tessel.core.layout import Layout
-from tessel.core.linop import record_product
+from tessel.core.linop import operator_of, record_product
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.transport import group_of, kept_in_job, num_workers, this_worker
@@ -326,7 +326,7 @@ def open_plain(x: torch.Tensor) -> torch.Tensor:
     while nodes:
         node = nodes.pop()
         # no history in the parts' graph leads to a wrapper, nor does one that was looked at before
-        if node is None or node in seen or hasattr(node, "operator") or _PLAIN in node.metadata:
+        if node is None or node in seen or _PLAIN in node.metadata or operator_of(node) is not None:
             continue
         if isinstance(getattr(node, "variable", None), Tensor):
             return _bridged(x)

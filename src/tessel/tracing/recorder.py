@@ -586,7 +586,7 @@ def agreement(
 
 
 @contextmanager
-def comparison(recorder: Recorder, group: Group, everyones: bytes, call: Any) -> Iterator[None]:
+def comparison(recorder: Recorder, group: Group, codes: Any, call: Any) -> Iterator[None]:
     """What follows an agreement, and says what it was about."""
     last = recorder.thread().last
     if last is not None and last.row == AGREEING and isinstance(call, str):

@@ -441,7 +441,7 @@ class Group:
             num_received = self.follow(program, copies, value)
             if num_received == self.size:
                 return copies.sum(0)
-        if self._teams:
+        if self._by_host:
             return self._sum_by_hosts(value)
         receives = [ReceiveBuffer(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
         if program is not None and num_received != NOTHING:  # the engine has begun
@@ -454,18 +454,18 @@ class Group:
     def _sum_by_hosts(self, value: Tensor) -> Tensor:
         """The same: within each host first, then over hosts, in one order on all workers."""
         worker, device = self._ways.worker, value.device
-        team = next(team for team in self._teams if worker in team)
-        firsts = [team[0] for team in self._teams]
-        for givers in (team, firsts):
-            copies, is_first = value.new_empty((len(givers), *value.shape)), worker == team[0]
+        here = next(each for each in self._by_host if worker in each)
+        firsts = [each[0] for each in self._by_host]
+        for givers in (here, firsts):
+            copies, is_first = value.new_empty((len(givers), *value.shape)), worker == here[0]
             receives = [ReceiveBuffer(w, c) for w, c in zip(givers, copies, strict=True)] * is_first
-            takers = givers if givers is firsts else team[:1]
+            takers = givers if givers is firsts else here[:1]
             sends = [SendBuffer(taker, value) for taker in takers if worker in givers]
             self.exchange_at_once(sends, receives, device)
             value = copies.sum(0) if is_first else value
         total = torch.empty_like(value)
-        sends = [SendBuffer(taker, value) for taker in team] * is_first
-        self.exchange_at_once(sends, [ReceiveBuffer(team[0], total)], device)
+        sends = [SendBuffer(taker, value) for taker in here] * is_first
+        self.exchange_at_once(sends, [ReceiveBuffer(here[0], total)], device)
         return total
 
     def share_words(self, words: Sequence[int]) -> bytes:
@@ -487,7 +487,7 @@ class Group:
         self.num_exchanges += 1
         call = ~(number << 1 | 1)  # less than 0, which no backward pass has
         key = self._code, call
-        if self._teams:
+        if self._by_host:
             attempt = self.attempt if self._is_linked else partial(self._attempt_far, key=key)
             return attempt(lambda: self._share_by_hosts(said, number, key))
         if not ways.all_near:
@@ -538,22 +538,22 @@ class Group:
         Between hosts the number comes with the words, so that one that differs is seen at once.
         """
         ways, length = self._ways, len(said) // 8
-        team = next(team for team in self._teams if ways.worker in team)
-        others = [each for each in self._teams if each is not team]
+        here = next(each for each in self._by_host if ways.worker in each)
+        others = [each for each in self._by_host if each is not here]
         row_of = {worker: row for row, worker in enumerate(self.workers)}
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             all_words = torch.empty((self.size, length), dtype=torch.int64, device="cpu")
             words = all_words.numpy()
             mine = row_of[ways.worker]
             words[mine] = np.frombuffer(said, np.int64)
-            if ways.worker != team[0]:
-                sends = [SendBuffer(team[0], all_words[mine])]
-                Exchange(ways, key, sends, [ReceiveBuffer(team[0], all_words)])()
+            if ways.worker != here[0]:
+                sends = [SendBuffer(here[0], all_words[mine])]
+                Exchange(ways, key, sends, [ReceiveBuffer(here[0], all_words)])()
                 return words.tobytes()
-            rows = [ReceiveBuffer(worker, all_words[row_of[worker]]) for worker in team[1:]]
+            rows = [ReceiveBuffer(worker, all_words[row_of[worker]]) for worker in here[1:]]
             Exchange(ways, key, [], rows)()
-            ours = torch.empty(len(team) * length + 1, dtype=torch.int64, device="cpu")
-            ours.numpy()[:] = [*words[[row_of[worker] for worker in team]].flat, number]
+            ours = torch.empty(len(here) * length + 1, dtype=torch.int64, device="cpu")
+            ours.numpy()[:] = [*words[[row_of[worker] for worker in here]].flat, number]
             said_by = self._swap_words(
                 ours, [(each[0], len(each) * length + 1) for each in others], key
             )
@@ -562,7 +562,7 @@ class Group:
                 words[[row_of[worker] for worker in each]] = rows_there
             numbers = {first: int(values[-1]) for first, values in said_by.items()}
             self._compare_numbers(number, dict(sorted({ways.worker: number, **numbers}.items())))
-            Exchange(ways, key, [SendBuffer(worker, all_words) for worker in team[1:]], [])()
+            Exchange(ways, key, [SendBuffer(worker, all_words) for worker in here[1:]], [])()
             return words.tobytes()
 
     def _swap_words(
@@ -591,10 +591,10 @@ class Group:
     @cached_property
     def _is_linked(self) -> bool:
         """Whether the first workers of the hosts of this group have connections of their own."""
-        return all(team[0] in self._membership.linked for team in self._teams)
+        return all(each[0] in self._membership.linked for each in self._by_host)
 
     @cached_property
-    def _teams(self) -> tuple[tuple[int, ...], ...]:
+    def _by_host(self) -> tuple[tuple[int, ...], ...]:
         """The workers of this group by hosts; empty if that makes no difference."""
         hosts, found = self._membership.hosts, dict[int, list[int]]()
         if not hosts or self.handle is None or self._control_device.type != "cpu":
@@ -625,9 +625,8 @@ class Group:
             self._spreads[key] = None if program is not None and program.readers else program
         return self._spreads[key]
 
-    def check_same_call(self, everyones: bytes, call: str | Callable[[], str]) -> None:
-        """Raise ValueError on every worker if the first of their words, the codes, differ."""
-        codes = np.frombuffer(everyones, dtype=np.int64)[::NUM_WORDS]
+    def check_same_call(self, codes: np.ndarray, call: str | Callable[[], str]) -> None:
+        """Raise ValueError on every worker if the numbers for what they call differ."""
         if (codes == codes[0]).all():
             return
         calls = self.share_objects(call if isinstance(call, str) else call())

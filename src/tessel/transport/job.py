@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch.distributed as dist
 
 from tessel import endings
@@ -21,7 +22,7 @@ from tessel.limits import seconds_to_wait, time_limit
 from tessel.settings import chosen, text
 from tessel.transport import mpi, semaphore, wire, world
 from tessel.transport.board import StoreBoard
-from tessel.transport.group import Group, Membership, code_of, listing
+from tessel.transport.group import NUM_WORDS, Group, Membership, code_of, listing
 from tessel.transport.host import Host
 from tessel.transport.links import MOST_HOSTS, Links
 from tessel.transport.process import PeerProcess
@@ -261,7 +262,8 @@ class _Job:
         # for messages that nobody sends.
         agreement = self.group(everyone)
         call = f"for a partition of workers {listing(workers)}"
-        agreement.check_same_call(agreement.share_words([code_of(call)]), call)
+        said = np.frombuffer(agreement.share_words([code_of(call)]), np.int64)
+        agreement.check_same_call(said[::NUM_WORDS], call)
         handle = agreement.attempt_by_wire(
             lambda: dist.new_group(list(workers), timeout=time_limit())
         )

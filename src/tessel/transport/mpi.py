@@ -31,7 +31,7 @@ from tessel.transport.host import Host
 from tessel.transport.launchers import find_launcher, task_of
 from tessel.transport.process import check_not_forked
 from tessel.transport.request import Key, OutOfStep
-from tessel.transport.watch import Wait, Watch
+from tessel.transport.watch import Watch
 from tessel.transport.wire import AGREEMENT, as_bytes, packed, staged_for
 
 CHUNK = 2**30  # bytes of a message at most: MPI counts them in 32 bits
@@ -278,30 +278,23 @@ class Mpi:
                     continue
                 time.sleep(nap)
                 nap, naps = min(2 * nap, LONGEST_NAP), naps + 1
-                if naps % NAPS_NOTED == 0:
-                    wait = self._note(wait, key, needs, time.monotonic() - since)
+                if naps % NAPS_NOTED:
+                    continue
+                self._watch.check()
+                if self._host is not None:
+                    self._host.check_alive((), self._host.workers, 0.0)
+                if (seconds := time.monotonic() - since) > self._limit:
+                    names = ", ".join(map(str, needs)) or "others"
+                    raise WorkerLost(
+                        f"worker {self._watch.worker} lost contact with worker {names} during a "
+                        f"movement: timed out, silent for {seconds:.0f} s"
+                    )
+                if needs:  # the watch is to know of it
+                    wait = wait or self._watch.begin(key, needs)
+                    wait.beats += 1
         finally:
             if wait is not None:
                 self._watch.finish(wait)
-
-    def _note(
-        self, wait: Wait | None, key: Key, needs: tuple[int, ...], seconds: float
-    ) -> Wait | None:
-        """Raise WorkerLost if what this worker waits for will not come; else tell the watch."""
-        self._watch.check()
-        if self._host is not None:
-            self._host.check_alive((), self._host.workers, 0.0)
-        if seconds > self._limit:
-            names = ", ".join(map(str, needs)) or "others"
-            raise WorkerLost(
-                f"worker {self._watch.worker} lost contact with worker {names} during a movement: "
-                f"timed out, silent for {seconds:.0f} s"
-            )
-        if not needs:
-            return None
-        wait = wait or self._watch.begin(key, needs)
-        wait.beats += 1
-        return wait
 
     def leave(self) -> None:
         """Give up what is under way. Its memory is kept: MPI may still write to it."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
 from torch.autograd.forward_ad import dual_level
 
 from tessel.core.agreement import (
@@ -17,16 +16,13 @@ from tessel.core.agreement import (
     Numbers,
     TensorMeta,
     agree,
-    as_agreed,
     in_forward_mode,
 )
 from tessel.core.checksum import is_within
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import grad_alike
 from tessel.distributed.shardings import Sharding, State, UnknownSharding
-from tessel.tensor import Tensor as SpreadTensor
 
 WAY_OUT = "tessel.distributed.gather(x) makes a tensor whole again"
 
@@ -42,14 +38,6 @@ def frozen(held: Held) -> Frozen:
 def in_mode_of(meta: TensorMeta) -> AbstractContextManager[Any]:
     """Forward mode where any worker computes in it: tangents of all workers travel together."""
     return dual_level() if meta.has_tangent and not in_forward_mode() else nullcontext()
-
-
-def spread_part(part: Tensor, layout: Layout, meta: TensorMeta) -> SpreadTensor:
-    """A part that all agreed on, as a spread tensor.
-
-    It needs a gradient, or carries a tangent, of zeros, here if it does so on any worker.
-    """
-    return SpreadTensor(as_agreed(grad_alike(part, meta), meta, True), layout)
 
 
 @eagerly

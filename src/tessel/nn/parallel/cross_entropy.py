@@ -11,15 +11,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn import _reduction
 
-from tessel.core.agreement import TensorMeta, agree, as_agreed, same
+from tessel.core.agreement import TensorMeta, agree, entered, same
 from tessel.core.checksum import NO_VALUES, checksum, is_dense, range_of
 from tessel.core.context import is_compiling, setting
 from tessel.core.graph import eagerly, in_graphs
 from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, agreed_in_graphs, is_traced
+from tessel.core.linop import Entering, enter_by_values, is_traced
 from tessel.core.partition import Partition
-from tessel.core.shared import grad_alike
+from tessel.core.shared import shared_whole
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import (
     Shard,
@@ -41,7 +41,6 @@ from tessel.nn.parallel.agreed import (
     check_sharding,
     frozen,
     in_mode_of,
-    spread_part,
 )
 from tessel.primitives.shard_layouts import layout_of_shards
 from tessel.tensor import Tensor as SpreadTensor
@@ -209,14 +208,16 @@ def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[Agreed, Tensors]:
     """
     x, target, weight = given
     label, identity = loss.words()
+    in_graph = is_traced()
+    sums = 0 if in_graph else checksum(weight)
 
-    def told(x: Any, target: Any, classes: Any = NO_VALUES, weights: int = 0) -> Agreed:
+    def told(target: Any, x: Any, classes: Any = NO_VALUES) -> Agreed:
         held, values = agree(
             loss.partition,
             label,
             *(x, target),
             names=("the input", "the target"),
-            numbers=(*classes, weights),
+            numbers=(*classes, sums),
             identity=identity,
         )
         agreed = loss.conclude(*map(frozen, held))
@@ -224,33 +225,28 @@ def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[Agreed, Tensors]:
         check_copies(values, ("target", "weight"), num_classes, ("target", "classes"), label)
         return agreed
 
-    # The least and the greatest class, which no worker could check for the classes of others, and
-    # checksums. All of it is part of the exchange that there is anyway.
-    def classes(target: Any) -> tuple[int, int, int]:
-        return range_of(target, CLASSES, loss.measure.ignore_index)
-
-    if not is_traced():
-        return told(x, target, classes(target), checksum(weight)), (x, target, weight)
-    agreed, again = agreed_in_graphs(told, x, target)
-    layout, group = agreed[0], loss.partition.prepare()
-
     def whole(value: Tensor) -> Layout:
-        return Layout.whole(loss.partition, value.shape, shared=True)
-
-    def of_target(value: Tensor) -> Layout:
-        layout, *_ = again(classes(value))
-        return whole(value) if loss.target is None else layout
+        return shared_whole(loss.partition, value.shape)
 
     def of_weight(value: Tensor) -> Layout:
         _, values = agree(loss.partition, f"{label}: its weight", numbers=(0, -1, checksum(value)))
         check_copies(values, ("weight",), 0, ("", ""), label)
         return whole(value)
 
-    entered = Entering(layout, label, group, lambda _: layout).apply(x, agreed[1])
-    goal = Entering(layout if loss.target is not None else whole(target), label, group, of_target)
-    if weight is not None:
+    group = loss.partition.prepare()
+    agreed, target = enter_by_values(
+        told,
+        (target, x),
+        # The least and the greatest class, which no worker could check for the classes of others,
+        # and checksums. All of it is part of the exchange that there is anyway.
+        lambda target: range_of(target, CLASSES, loss.measure.ignore_index),
+        lambda agreed: whole(target) if loss.target is None else agreed[0],
+        label,
+        group,
+    )
+    if in_graph and weight is not None:
         weight = Entering(whole(weight), label, group, of_weight).apply(weight)
-    return agreed, (entered, goal.apply(target, agreed[2]), weight)
+    return agreed, (x, target, weight)
 
 
 def parallel_cross_entropy(
@@ -404,16 +400,17 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     (layout, meta, target_meta), (x, target, weight) = agreed_logits(loss, x, target, weight)
     # A target that needs a gradient on some workers only would leave these alone in the backward
     # pass: here it needs one on all of them, or on none.
-    target = grad_alike(as_agreed(target, target_meta, True), target_meta)
+    target = entered(target, target_meta)
     # of no classes there is nothing to exchange: torch answers the same on every worker
     if loss.partition.size == 1 or not layout.shape[loss.input.dim]:
-        x = grad_alike(as_agreed(x, meta, True), meta)
+        x = entered(x, meta)
         return loss.measure.by_torch(x, target, weight)
     # classes are whole on every worker; probabilities may be split as the logits are
     goal = target if loss.target is None else SpreadTensor(target, layout)
     # the workers told each other that every target is a class
     with in_mode_of(meta), setting(checked, True):
-        return opened(loss.measure.by_torch(spread_part(x, layout, meta), goal, weight))[0]
+        x = SpreadTensor(entered(x, meta), layout)
+        return opened(loss.measure.by_torch(x, goal, weight))[0]
 
 
 def _check_known(state: State) -> None:

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, agree, same
+from tessel.core.agreement import TensorMeta, agree, grad_alike, same
 from tessel.core.graph import NO_DRAWING_IN_GRAPHS, eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state
 from tessel.primitives.shard_layouts import layout_of_parts

@@ -13,9 +13,9 @@ from tessel.core.agreement import TensorMeta, agree, as_agreed, same
 from tessel.core.checksum import NO_VALUES, range_of
 from tessel.core.graph import eagerly, in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import Entering, agreed_in_graphs, is_traced
+from tessel.core.linop import enter_by_values
 from tessel.core.partition import Partition
-from tessel.core.shared import equalize, keep_part
+from tessel.core.shared import equalize, keep_part, shared_whole
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering
 from tessel.distributed.shards import (
@@ -152,17 +152,16 @@ def agreed_table(
         check_copies(values, ("ids",), layout.shape[0], ("id", "rows of the table"), lookup.label)
         return layout, of_weight[1]
 
-    if not is_traced():
-        return *told(ids, weight, range_of(ids, INDICES)), ids
-    agreed, again = agreed_in_graphs(told, ids, weight)
-    whole = Layout.whole(lookup.partition, ids.shape, shared=True)
-
-    def in_run(ids: Tensor) -> Layout:
-        again(range_of(ids, INDICES))
-        return whole
-
-    group = lookup.partition.prepare()
-    return *agreed, Entering(whole, lookup.label, group, in_run, module).apply(ids)
+    agreed, ids = enter_by_values(
+        told,
+        (ids, weight),
+        lambda ids: range_of(ids, INDICES),
+        lambda _: shared_whole(lookup.partition, ids.shape),
+        lookup.label,
+        lookup.partition.prepare(),
+        module,
+    )
+    return *agreed, ids
 
 
 DIMS = (None, 0, 1, -1)

@@ -12,12 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, agree, same
+from tessel.core.agreement import Agreement, TensorMeta, agree, entered, same
 from tessel.core.graph import eagerly, in_graphs
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import enter_graph, is_traced
+from tessel.core.linop import enter
 from tessel.core.partition import Partition
-from tessel.core.shared import equalize, grad_alike
+from tessel.core.shared import equalize
 from tessel.distributed.group import row_of
 from tessel.distributed.shardings import is_wrapped
 from tessel.distributed.shards import (
@@ -31,7 +31,7 @@ from tessel.distributed.shards import (
     traced_state,
 )
 from tessel.nn.layer import needs_of, refuse_wrapped
-from tessel.nn.parallel.agreed import check_parts, check_sharding, in_mode_of, misfit, spread_part
+from tessel.nn.parallel.agreed import check_parts, check_sharding, in_mode_of, misfit
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
 from tessel.nn.parallel.sharded import ShardedLayer
@@ -215,13 +215,7 @@ def multiply(
             problem=problem_of(x, weight, bias, partition, dim, sizes),
         )
         x = as_plain(x)
-        agreement = agreement_on(product)
-        if is_traced():
-            layout, meta, x = enter_graph(
-                agreement, x, module, lambda x, _, meta: grad_alike(x, meta)
-            )
-        else:
-            layout, meta = agreement.agree_on(x)
+        layout, meta, x = enter(agreement_on(product), x, module)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
     # Beyond one worker the rule of F.linear decides what moves. It must see spread tensors, and so
@@ -229,7 +223,7 @@ def multiply(
     if partition.size > 1:
         layouts = layouts_of(partition, dim, sizes)
         with in_mode_of(meta):
-            given = spread_part(x, layout, meta)
+            given = SpreadTensor(entered(x, meta), layout)
             own = SpreadTensor(as_plain(weight), layouts["weight"])
             added = None if bias is None else SpreadTensor(as_plain(bias), layouts["bias"])
             y = opened(F.linear(given, own, added))[0]
