@@ -162,21 +162,10 @@ class DistributedDataFidelity:
         self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
     ) -> OperatorCall | None:
         """What all workers agreed on, or raise; None of a worker without a part of the image."""
-        if not self.physics.is_whole:
-            if not gather:
-                raise NotImplementedError(
-                    f"{self!r}: gather=False requires the whole image on every worker; with an "
-                    "image in parts, each worker gets its part"
-                )
-            if args or settings:
-                raise NotImplementedError(
-                    f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
-                    f"{settings}"
-                )
         if self._common:
             check_common(self._label, self._common, (self.physics.shared, self.shared), WAY_OUT)
         ys, arguments = self.measurements.local, (args, settings)
-        return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments)
+        return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments, gather)
 
     def _reduced(self, found: Tensor) -> Tensor:
         return found if self.reduction == "sum" else found / self.physics.num_ops
@@ -184,7 +173,7 @@ class DistributedDataFidelity:
     def _shape_of(self, call: str, losses: Sequence[Tensor], batch: int) -> Shape:
         """One shape for the losses of all workers, some of which may have none; or all raise."""
         physics = self.physics
-        if physics.is_whole:
+        if physics.rows.own.partition.size == 1:  # each worker has whole images
             shapes = {tuple(each.shape) for each in losses}
             if len(shapes) == physics.partition.size == 1:
                 return shapes.pop()

@@ -23,7 +23,6 @@ from tessel.core import (
     replicate,
     shared_whole,
 )
-from tessel.imaging.context import is_whole
 from tessel.imaging.parameters import idle, known
 from tessel.imaging.parts.filtering import FilterSpectrum, convolve
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
@@ -39,6 +38,7 @@ class PartOperator(LinearOperator):
     """
 
     is_local = True
+    is_alone = False
 
     def A(self, x: Tensor) -> Tensor:
         """This worker's part of the measurement."""
@@ -315,8 +315,7 @@ class Differences(PartOperator):
     """
 
     def __init__(self, layout: Layout) -> None:
-        if not is_whole(layout):
-            check_parts(layout, type(self).__name__)
+        check_parts(layout, type(self).__name__, shared=True)
         num_dims = len(layout.shape) - 2
         if num_dims < 1:
             raise ValueError(f"expected an image (batch, channels, *space), got {layout.shape}")
