@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from tessel.core import (
     Partition,
     Replicate,
     Shape,
+    agree,
     anchored_zeros,
     is_compiling,
     shared_whole,
@@ -45,6 +46,7 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
 )
 _FUNCTION = types.FunctionType
+T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -251,8 +253,7 @@ def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
     """
     if anchor is None:
         return result
-    zero = anchor if result.is_complex() or not anchor.is_complex() else anchor.real
-    return result + zero.to(device=result.device, dtype=result.dtype)
+    return result + as_dtype(anchor, result.dtype).to(result.device)
 
 
 def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
@@ -408,18 +409,61 @@ def unshared_problem(
     return ""
 
 
-# What `known` finds wrong: one worker may find something while others wait for what it computes, so
-# that it goes on, and all raise afterwards. None: it raises at once.
+# What one worker finds wrong while others wait for what it computes, so that it goes on, and all
+# raise afterwards. None: it raises at once.
 noticed: ContextVar[list[str] | None] = ContextVar("noticed", default=None)
+
+
+def notice(problem: str) -> None:
+    """Note what is wrong, the end of a sentence, or raise ValueError where nobody asks for it."""
+    problems = noticed.get()
+    if problems is None:
+        raise ValueError(f"an image in parts{problem}")
+    problems.append(problem)
 
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     """The result; it is wrong if a gradient goes to a parameter that is not found in `users`."""
     if torch.is_grad_enabled() and transport.num_workers() > 1:
         problem = unshared_problem([result], users, (), given)
-        problems = noticed.get()
-        if problem and problems is None:
-            raise ValueError(f"an image in parts{problem}")
-        if problem and problems is not None:
-            problems.append(problem)
+        if problem:
+            notice(problem)
     return result
+
+
+def attempted(function: Callable[[], Tensor]) -> Tensor | None:
+    """What code of users gives; None where it raises, and all workers raise after the call."""
+    if noticed.get() is None:
+        return function()
+    try:
+        return function()
+    except Exception as error:  # whatever it is, others wait for what this worker computes
+        notice(f", which raised {raised(error)}")
+        return None
+
+
+def raised(error: Exception) -> str:
+    """What other workers hear of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def made_by_all(ctx: DistributedContext, call: str, make: Callable[[], T]) -> T:
+    """What a function of users makes on each worker; if it raises on one of them, all raise.
+
+    Args:
+        ctx: the workers.
+        call: what is made, in words.
+        make: of this worker.
+    """
+    try:
+        found = make()
+    except Exception as error:  # whatever it is, others would wait for this worker
+        agree(ctx.partition, f"{call}, which raised {raised(error)}")
+        raise
+    agree(ctx.partition, call)
+    return found
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype: of complex numbers the real part, if it is real."""
+    return (x if dtype.is_complex or not x.is_complex() else x.real).to(dtype)

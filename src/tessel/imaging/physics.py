@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, ClassVar
@@ -45,22 +45,20 @@ from tessel.imaging.parameters import (
     gradients_of,
     in_common,
     learned,
+    made_by_all,
     needs_grad,
     noticed,
+    raised,
     tensors_held_by,
     tensors_of,
     unshared_problem,
 )
-from tessel.imaging.parts.local_rules import MISFITS, partition_physics
-from tessel.imaging.parts.operators import Operator
+from tessel.imaging.parts.local_rules import partition_physics
+from tessel.imaging.parts.operators import DTYPES, Operator
 from tessel.imaging.parts.rows import NO_ARGUMENTS, Arguments, rows_of_operators
 from tessel.imaging.signal import Image, local_data
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
-_DTYPES = (  # of images and measurements
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.complex64, torch.complex128),
-)
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,11 @@ class DistributedPhysics:
         self.place = self.rows.name_of(ctx.rank) if self.active else "no copy of the image"
         mine = local_indices(self.num_ops, row, self.rows.count, ctx.sharding)
         self.local_indices: list[int] = mine if self.active else []
-        self.local_operators = [self._made(factory, i, seed) for i in self.local_indices]
+        self.local_operators = made_by_all(
+            ctx,
+            f"the operators of {self._label}",
+            lambda: [self._made(factory, i, seed) for i in self.local_indices],
+        )
         self._spread: list[Operator] = [
             partition_physics(physics, self.rows.own, self._owner(position))
             for position, physics in enumerate(self.local_operators)
@@ -222,7 +224,7 @@ class DistributedPhysics:
             return value
         # Workers without a part know neither shape nor dtype of the value, and learn them first.
         said, own = f"a value of {self._label}", Signature.of(value)
-        shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks)
+        shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks, ours)
         move = Move(shared_whole(theirs, shape), shared_whole(ours, shape))
         return move(value if theirs.active else value.new_empty(0))
 
@@ -422,6 +424,10 @@ class DistributedPhysics:
         # and learn the dtype from the others.
         brought = (*ys, x)[0]
         dtype, device = (None, "cpu") if brought is None else (brought.dtype, brought.device.type)
+        # Measurements of one image may be complex in one row and real in another.
+        if dtype is not None:
+            is_complex = x is not None and x.is_complex()
+            dtype = dtype.to_complex() if is_complex else dtype.to_real()
         signature = Signature((), dtype, device, learns, not torch.is_grad_enabled())
         agreement = self._agreement(said, givers=None if has_image else self._owners)
         return agreement.agree_on(signature)[1], own
@@ -430,7 +436,7 @@ class DistributedPhysics:
         """What is wrong with this worker's parts, as the end of a sentence."""
         for each in (*(ys or ()), *([] if x is None else [x])):
             got = each.dtype if isinstance(each, Tensor) else type(each).__name__
-            if got not in _DTYPES:
+            if got not in DTYPES:
                 return (
                     f": worker {self.ctx.rank} expected tensors of floating point or complex "
                     f"numbers, got {got}"
@@ -462,15 +468,15 @@ class DistributedPhysics:
         """
         try:
             with (
-                setting(noticed, call.problems),
+                setting(noticed, None if call.kind in self._checked else call.problems),
                 computing_with(call.copies, call.users) as parameters,
             ):
                 yield parameters
-        except MISFITS as error:
+        except Exception as error:  # whatever users raise, others would wait for this worker
             # In a row of several workers the others may wait in a movement: what code of users
-            # raises was noticed there (`tried`), and nobody can be told of the rest.
+            # raises was noticed there (`attempted`), and nobody can be told of the rest.
             if self.rows.own.partition.size == 1 and call.kind not in self._checked:
-                problem = f"{type(error).__name__}: {error}"
+                problem = raised(error)
                 # Most often the precisions differ, and torch's own words do not say whose.
                 real, numbers = call.x.dtype.to_real(), tensors_of(call.users)
                 held = {e.dtype for e in numbers if e.is_floating_point() or e.is_complex()}
@@ -500,7 +506,12 @@ class DistributedPhysics:
         self._checked.add(call.kind)
 
     def agree_on_result(
-        self, said: str, own: Signature, what: str, givers: Sequence[int] | None = None
+        self,
+        said: str,
+        own: Signature,
+        what: str,
+        givers: Sequence[int] | None = None,
+        partition: Partition | None = None,
     ) -> tuple[Shape, TensorMeta]:
         """The shape and dtype of a result, which workers that do not compute it learn so.
 
@@ -509,10 +520,11 @@ class DistributedPhysics:
             own: this worker's; that of workers who are no givers is a placeholder.
             what: the result, in words.
             givers: the workers that have one; None for those with operators.
+            partition: the workers; None for those that have parts of the image.
         """
         have = self._owners if givers is None else givers
         alike = f"shape of the {what}"
-        return self._agreement(said, alike, have, self.ctx.partition).agree_on(own)
+        return self._agreement(said, alike, have, partition).agree_on(own)
 
     def _agreement(
         self,
@@ -573,20 +585,22 @@ class DistributedPhysics:
         # Before anything is summed, where the others would wait for a worker that raises.
         self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
-        if not call.has_image and self.rows.known_shape is None and self.rows.count > 1:
-            # It is agreed on with the result.
+        if not call.has_image and self.rows.count > 1:
             share, meta = self.completed(call.name, share)
         if share is None:
             share = x.new_zeros(self.rows.of(x.shape).layout.local_shape)
         if call.needs_grad:
-            share = share + anchored_zeros((), x)
+            share = depending_on(share, anchored_zeros((), x))
         share = depending_on(depending_on(share, parameters), call.anchor)
         return self.rows.of(share.shape).total(share, meta) if gather else share
 
     def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
-        """A result of whole images, zero on workers without operators, and what all agreed on."""
-        own = torch.empty(0, device=self.ctx.device) if share is None else share
-        shape, meta = self.agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
+        """An image that operators give, zero on workers without them, and what all agreed on."""
+        own = Signature.of(torch.empty(0, device=self.ctx.device) if share is None else share)
+        known_shape = self.rows.known_shape  # of parts, whose shapes differ
+        own = own if known_shape is None else replace(own, shape=())
+        shape, meta = self.agree_on_result(said, own, "image that A_adjoint gives")
         if share is None:
+            shape = shape if known_shape is None else known_shape
             share = torch.zeros(shape, dtype=meta.dtype, device=self.ctx.device)
         return share, meta

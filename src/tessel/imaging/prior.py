@@ -36,6 +36,7 @@ from tessel.imaging.parameters import (
     gradients_of,
     learned,
     needs_grad,
+    raised,
     state_of,
     unshared_leaf,
 )
@@ -180,7 +181,7 @@ class DistributedPrior:
                 written = tiling.put_together(made, read, self.local_indices, one_by_one)
         except MISFITS as error:
             if is_new:
-                agree(layout.partition, f"{said}, which raised {type(error).__name__}: {error}")
+                agree(layout.partition, f"{said}, which raised {raised(error)}")
             raise
         problem = problems[0] if problems else ""
         if is_new:
