@@ -180,7 +180,7 @@ class DistributedDataFidelity:
     def _shape_of(self, call: str, losses: Sequence[Tensor], batch: int) -> Shape:
         """One shape for the losses of all workers, some of which may have none; or all raise."""
         physics = self.physics
-        if physics.rows.own.partition.size == 1:  # each worker has whole images
+        if physics.rows.size == 1:  # each worker has whole images
             shapes = {tuple(each.shape) for each in losses}
             if len(shapes) == physics.partition.size == 1:
                 return shapes.pop()

@@ -75,12 +75,8 @@ class OperatorCall:
     users: tuple[Any, ...]
     args: tuple[Any, ...]
     settings: Mapping[str, Any]
+    kind: tuple[Any, ...]  # what a call has in common with those that are known to work
     problems: list[str] = field(default_factory=list)  # what was noticed while it was computed
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What calls that were made before have in common with this one, as all workers know."""
-        return self.name, torch.is_grad_enabled(), self.x.dtype, self.x.shape
 
 
 Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
@@ -362,7 +358,9 @@ class DistributedPhysics:
         meta, own = self._agreed(said, x, measured, fidelities, users, everyones)
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
-        ys = self.rows.alike(measured or (), meta)
+        ys = list(measured or ())
+        if self.rows.size > 1:  # which have parts of one measurement
+            ys = [grad_alike(y, meta) for y in ys]
         if x is None:
             image = grad_alike(torch.empty(0, dtype=meta.dtype, device=self.ctx.device), meta)
         else:
@@ -388,6 +386,7 @@ class DistributedPhysics:
             (*everyones_objects, self.local_operators, fidelities, users),
             args,
             settings,
+            (call, torch.is_grad_enabled(), image.dtype, image.shape),
         )
 
     def _agreed(
@@ -475,7 +474,7 @@ class DistributedPhysics:
         except Exception as error:  # whatever users raise, others would wait for this worker
             # In a row of several workers the others may wait in a movement: what code of users
             # raises was noticed there (`attempted`), and nobody can be told of the rest.
-            if self.rows.own.partition.size == 1 and call.kind not in self._checked:
+            if self.rows.size == 1 and call.kind not in self._checked:
                 problem = raised(error)
                 # Most often the precisions differ, and torch's own words do not say whose.
                 real, numbers = call.x.dtype.to_real(), tensors_of(call.users)

@@ -6,7 +6,7 @@ that is shared along all axes of the grid: each worker is a row by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -23,7 +23,6 @@ from tessel.core import (
     Shape,
     TensorMeta,
     boxes,
-    grad_alike,
     replicate,
     shared_whole,
 )
@@ -54,7 +53,7 @@ class Rows:
         """What a worker has, in words."""
         return f"copy {self.place_of(worker)} of the image"
 
-    @property
+    @cached_property
     def known_shape(self) -> Shape | None:
         """The shape of an image on this worker, if all know it before there is one."""
         return self.layout.local_shape
@@ -84,10 +83,6 @@ class Rows:
                 f"got {args} and {dict(settings)}"
             )
 
-    def alike(self, ys: Sequence[Tensor], meta: TensorMeta) -> list[Tensor]:
-        """What the workers of a row brought together, which needs gradients on all or on none."""
-        return [grad_alike(y, meta) for y in ys]
-
     @cached_property
     def count(self) -> int:
         """How many copies of the image there are."""
@@ -114,9 +109,14 @@ class Rows:
         )
         return Layout(row, self.layout.shape, cuts)
 
+    @cached_property
+    def size(self) -> int:
+        """How many workers a row has."""
+        return self.layout.partition.size // self.count
+
     def use(self, x: Tensor) -> Tensor:
         """The shared parts as this row's own; the adjoint sums over the rows."""
-        return replicate(x, self.layout, self.layout.shared)
+        return x if self.count == 1 else replicate(x, self.layout, self.layout.shared)
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
@@ -141,7 +141,7 @@ class WholeRows(Rows):
     def name_of(self, worker: int) -> str:
         return f"worker {worker}"
 
-    @property
+    @cached_property
     def known_shape(self) -> Shape | None:
         return None
 
@@ -155,9 +155,6 @@ class WholeRows(Rows):
         self, call: str, arguments: Arguments = NO_ARGUMENTS, gather: bool = True
     ) -> None:
         pass
-
-    def alike(self, ys: Sequence[Tensor], meta: TensorMeta) -> list[Tensor]:
-        return list(ys)
 
     @cached_property
     def _sum(self) -> Move:
