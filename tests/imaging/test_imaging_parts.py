@@ -616,8 +616,11 @@ class Vignette:
     A_adjoint = A
 
 
-def common_mask(copies: int) -> str:
-    """Two operators with one mask that is learned, on as many copies of the image."""
+def common_mask(copies: int, listed: bool) -> str:
+    """Two operators with one mask that is learned, on as many copies of the image.
+
+    A list is shared by all workers; what a function makes is each worker's own.
+    """
     shape = (1, 1, 2, 4)
     with tessel.imaging.DistributedContext() as ctx:
         grid = (copies, 1, ctx.world_size // copies)
@@ -626,7 +629,9 @@ def common_mask(copies: int) -> str:
         bundle = tessel.imaging.make_distrib_bundle(
             ctx,
             factory_config=tessel.imaging.FactoryConfig(
-                physics=[Vignette(mask)] * 2, measurements=[torch.zeros(shape)] * 2
+                physics=[Vignette(mask)] * 2 if listed else lambda *_: Vignette(mask),
+                measurements=[torch.zeros(shape)] * 2,
+                num_operators=2,
             ),
             signal_shape=shape,
             partition=operator_grid(P, shape),
@@ -635,17 +640,64 @@ def common_mask(copies: int) -> str:
         with torch.no_grad():
             bundle.physics.A(part)
         text = raised(lambda: bundle.data_fidelity.grad(part))
-        if copies == 1:
-            (slope,) = torch.autograd.grad(bundle.data_fidelity(part).sum(), mask)
-            close("the gradient of the mask", slope, 2 * mask)  # two rows, the mean of two
+        if text == "nothing was raised":
+            (found,) = torch.autograd.grad(bundle.data_fidelity(part).sum(), mask)
+            close("the gradient of the mask", found, 2 * mask)  # two rows, the mean of two
         return text
 
 
 def test_operators_with_a_parameter_in_common(run: Run) -> None:
-    assert run(common_mask, 1, nprocs=2) == ["nothing was raised"] * 2
-    for text in run(common_mask, 2, nprocs=2):
+    for copies in (1, 2):
+        assert run(common_mask, copies, True, nprocs=2) == ["nothing was raised"] * 2
+    assert run(common_mask, 1, False, nprocs=2) == ["nothing was raised"] * 2
+    for text in run(common_mask, 2, False, nprocs=2):
         assert "used by copy 0 of the image and copy 1 of the image" in text
-        assert "use a signal without partition" in text
+        assert "pass it in shared={...}" in text
+
+
+def learned_by_one_row(kind: str) -> None:
+    """What operators of one copy of the image learn, and all workers share, all of them learn."""
+    shape = (1, 1, 4, 4)
+    P = tessel.world().create_cartesian_topology_partition((3, 1, 1))
+    layout = operator_grid(P, shape)
+    x = values(shape, 1)
+    parameter = values((4,), 2).requires_grad_()
+    with DistributedContext() as ctx:
+
+        def make(i: int, device: Any, shared: Any) -> Any:
+            value = shared["parameter"]
+            return Vignette(value) if kind == "local" else Turned4(value)
+
+        for used in (2, 4):  # by one or two operators of the first row; the last one may have none
+            physics = DistributedLinearPhysics(ctx, used, make, {"parameter": parameter}, layout)
+            ys = DistributedMeasurements(ctx, used, lambda *_: 0 * x, physics=physics)
+            fidelity = DistributedDataFidelity(ctx, physics, ys)
+            parameter.grad = None
+            fidelity(layout.local_part(x)).sum().backward()
+            square = x.square().sum((0, 1, 2))
+            close("of a loss", parameter.grad, used * square * parameter.detach(), TOLERANCE)
+            parameter.grad = None
+            back = physics.A_adjoint_A(layout.local_part(x))
+            (back * layout.local_part(x)).sum().backward()
+            close("of an image", parameter.grad, 2 * used * square * parameter, TOLERANCE)
+
+
+class Turned4:
+    """A mask whose measurements are turned, so that they are made of the whole image."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def A(self, x: Tensor) -> Tensor:
+        return (self.weight * x).flip(-2)
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return self.weight * y.flip(-2)
+
+
+@pytest.mark.parametrize("kind", ["local", "whole"])
+def test_shared_parameters_of_some_copies(run: Run, kind: str) -> None:
+    run(learned_by_one_row, kind, nprocs=3)
 
 
 class Amplified(torch.nn.Module):

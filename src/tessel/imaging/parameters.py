@@ -34,6 +34,7 @@ from tessel.core import (
     agree,
     anchored_zeros,
     is_compiling,
+    setting,
     shared_whole,
     tell,
 )
@@ -215,6 +216,12 @@ class _Instead(TorchFunctionMode):
         return self.copies.get(id(value), value)
 
 
+# those with which user objects compute now
+current: ContextVar[Mapping[int, Tensor]] = ContextVar(
+    "current", default=types.MappingProxyType({})
+)
+
+
 @contextmanager
 def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     """Let user objects compute with copies of the tensors that they keep, until the block ends.
@@ -237,6 +244,7 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     # A parameter of a module may also be elsewhere, where no module gives a copy for it.
     bare = {id(each) for each in _reached(objects, _beside_parameters)[0]}
     with ExitStack() as stack:
+        stack.enter_context(setting(current, copies))
         if names:
             stack.enter_context(_reparametrize_module(everything, names))
         # The mode costs a little at each torch function, so it is not there for modules alone.

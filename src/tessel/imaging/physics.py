@@ -37,9 +37,11 @@ from tessel.core import (
 from tessel.imaging.context import DistributedContext, local_indices
 from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
+    WAY_OUT,
     Copies,
     anchor_of,
     both,
+    check_common,
     computing_with,
     depending_on,
     gradients_of,
@@ -140,7 +142,6 @@ class DistributedPhysics:
         held = tensors_held_by((factory, self.shared))
         self.rows = rows_of_operators(layout, ctx.partition)
         self.layout, self.partition = self.rows.layout, self.rows.layout.partition
-        self._everyones = self.rows.everyones(self.shared)
         self.active = self.partition.active
         row = self.rows.place_of(ctx.rank) if self.active else 0
         self.place = self.rows.name_of(ctx.rank) if self.active else "no copy of the image"
@@ -271,7 +272,7 @@ class DistributedPhysics:
             agree(self.partition, call)
             raise ValueError(call)
         if self._common:
-            self.rows.check_common(self._label, self._common, (self._everyones, shared))
+            check_common(self._label, self._common, (self.shared, shared), WAY_OUT)
         self.rows.check_call(call, arguments, gather)
 
     def _each(
@@ -352,7 +353,7 @@ class DistributedPhysics:
         self.check_call(call, measured, shared, arguments, gather)
         if not self.active:
             return None
-        everyones_objects = (self._everyones, shared)
+        everyones_objects = (self.shared, shared)
         everyones = learned(everyones_objects, arguments)
         said = f"{call}{gradients_of(everyones)}" if everyones else call
         meta, own = self._agreed(said, x, measured, fidelities, users, everyones)

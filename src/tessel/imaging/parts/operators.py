@@ -24,7 +24,7 @@ from tessel.core import (
     replicate,
     shared_whole,
 )
-from tessel.imaging.parameters import as_dtype, attempted, idle, known, notice, noticed
+from tessel.imaging.parameters import as_dtype, attempted, current, idle, known, notice, noticed
 from tessel.imaging.parts.filtering import FilterSpectrum, convolve
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
 
@@ -568,6 +568,7 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
     """A shared value as this worker's own copy; its gradient sums what all workers ask for."""
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value
+    value = current.get().get(id(value), value)  # one that more workers than those use
     if isinstance(getattr(value.grad_fn, "operator", None), Replicate):
         return value  # it is one already
     layout = shared_whole(partition, tuple(value.shape))

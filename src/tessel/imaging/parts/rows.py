@@ -27,7 +27,6 @@ from tessel.core import (
     shared_whole,
 )
 from tessel.imaging.context import is_whole
-from tessel.imaging.parameters import WAY_OUT, Common, check_common
 from tessel.imaging.parts.layouts import check_parts
 from tessel.transport import kept_in_job
 
@@ -57,15 +56,6 @@ class Rows:
     def known_shape(self) -> Shape | None:
         """The shape of an image on this worker, if all know it before there is one."""
         return self.layout.local_shape
-
-    def everyones(self, objects: Any) -> Any:
-        """Those of the objects that operators share whose parameters all rows use as one."""
-        return ()
-
-    def check_common(self, what: str, common: Iterable[Common], shared: Any) -> None:
-        """Raise ValueError if objects of several rows learn one tensor; see `check_common`."""
-        way_out = "use a signal without partition, or let it need no gradient"
-        check_common(f"{what} of an image in parts", common, (), way_out)
 
     def check_call(
         self, call: str, arguments: Arguments = NO_ARGUMENTS, gather: bool = True
@@ -144,12 +134,6 @@ class WholeRows(Rows):
     @cached_property
     def known_shape(self) -> Shape | None:
         return None
-
-    def everyones(self, objects: Any) -> Any:
-        return objects
-
-    def check_common(self, what: str, common: Iterable[Common], shared: Any) -> None:
-        check_common(what, common, shared, WAY_OUT)
 
     def check_call(
         self, call: str, arguments: Arguments = NO_ARGUMENTS, gather: bool = True
