@@ -129,6 +129,10 @@ def check_code(ctx: Any, grid: Any, operator: Any, fidelity: Any, broken: Any) -
     if broken is operator:
         calls += [lambda: physics.A(signal), lambda: physics.A_vjp(signal, ys.local)]
     broken.failing = 0
+    with pytest.raises(ValueError) as info:
+        calls[0]()
+    if ctx.rank == 0:  # whose traceback says where it was
+        assert isinstance(info.value.__cause__ or info.value.__context__, KeyError)
     for call in calls:
         assert "which raised KeyError: 'no calibration'" in error_of(call), type(broken).__name__
     broken.failing = None

@@ -419,15 +419,16 @@ def unshared_problem(
 
 # What one worker finds wrong while others wait for what it computes, so that it goes on, and all
 # raise afterwards. None: it raises at once.
-noticed: ContextVar[list[str] | None] = ContextVar("noticed", default=None)
+Problem = tuple[str, Exception | None]  # the end of a sentence, and what code of users raised
+noticed: ContextVar[list[Problem] | None] = ContextVar("noticed", default=None)
 
 
-def notice(problem: str) -> None:
-    """Note what is wrong, the end of a sentence, or raise ValueError where nobody asks for it."""
+def notice(problem: str, cause: Exception | None = None) -> None:
+    """Note what is wrong, or raise ValueError where nobody asks for it."""
     problems = noticed.get()
     if problems is None:
         raise ValueError(f"an image in parts{problem}")
-    problems.append(problem)
+    problems.append((problem, cause))
 
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
@@ -441,12 +442,12 @@ def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
 
 def attempted(function: Callable[[], Tensor]) -> Tensor | None:
     """What code of users gives; None where it raises, and all workers raise after the call."""
-    if noticed.get() is None:
+    if noticed.get() is None or transport.num_workers() == 1:
         return function()
     try:
         return function()
     except Exception as error:  # whatever it is, others wait for what this worker computes
-        notice(f", which raised {raised(error)}")
+        notice(f", which raised {raised(error)}", error)
         return None
 
 

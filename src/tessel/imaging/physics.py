@@ -39,6 +39,7 @@ from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
     WAY_OUT,
     Copies,
+    Problem,
     anchor_of,
     both,
     check_common,
@@ -78,7 +79,7 @@ class OperatorCall:
     args: tuple[Any, ...]
     settings: Mapping[str, Any]
     kind: tuple[Any, ...]  # what a call has in common with those that are known to work
-    problems: list[str] = field(default_factory=list)  # what was noticed while it was computed
+    problems: list[Problem] = field(default_factory=list)  # what was noticed while it was computed
 
 
 Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
@@ -492,16 +493,19 @@ class DistributedPhysics:
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
         # Of an image in parts, each operator was checked where it was applied, too.
-        problem = next(iter(call.problems), "")
+        problem, cause = next(iter(call.problems), ("", None))
         if not problem and self.rows.count > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
             problem = unshared_problem(results, call.users, call.users[:2], given)
         # At the first call all workers raise or none does: one without operators finds nothing
         # itself. Later calls cost no message, and the worker that finds something raises.
-        if call.kind not in self._checked:
-            agree(self.partition, f"{call.name}{problem}")
-        if problem:
-            raise ValueError(f"{call.name}{problem}")
+        try:
+            if call.kind not in self._checked:
+                agree(self.partition, f"{call.name}{problem}")
+            if problem:
+                raise ValueError(f"{call.name}{problem}")
+        except ValueError as error:
+            raise error from cause  # which says where in the code of users it was
         # Of a call that raised, workers tell each other again when it is repeated.
         self._checked.add(call.kind)
 
@@ -569,10 +573,11 @@ class DistributedPhysics:
                 each = term(*pair, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
                 if call.has_image and not is_like:
-                    call.problems.append(
+                    problem = (
                         f": an operator returned an image of shape {tuple(each.shape)} and "
                         f"{each.dtype} for one of shape {tuple(x.shape)} and {x.dtype}"
                     )
+                    call.problems.append((problem, None))
                     break
                 if share is None:
                     # Terms on parts come from movements and are ours to change; user code may give
