@@ -949,6 +949,11 @@ def raised(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+def prior_of(layout: Layout) -> DistributedPrior:
+    with DistributedContext() as ctx:
+        return DistributedPrior(ctx, lambda x: x, "basic", layout.shape, layout=layout)
+
+
 def errors() -> list[str]:
     from deepinv.optim import L2
     from deepinv.physics import Blur
@@ -980,6 +985,7 @@ def errors() -> list[str]:
         raised(lambda: parts.part_of(0, values((1, 1, 5, 5), 1))),
         raised(lambda: partition_physics(other, layout)),
         raised(lambda: partition_physics(blur, overlapping)),
+        raised(lambda: prior_of(overlapping)),
         raised(lambda: Convolution(layout, filter_of(25, 3), "reflect")),
         raised(lambda: Convolution(layout, filter_of(13, 3))),
         raised(lambda: Convolution(layout, filter_of(3, 3), "odd")),
@@ -1002,6 +1008,7 @@ EXPECTED = [
     "dtype differs between workers: torch.float64 on worker 0, torch.float32 on worker 1",
     "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
     "all workers must make the same calls",
+    "needs an image in consecutive parts",
     "needs an image in consecutive parts",
     "does not fit an image of (12, 10): 25 values are too many along 12",
     "does not fit an image of (12, 10): 13 values are too many along 12",
