@@ -1,7 +1,7 @@
 """Imaging with the image in parts gives what the undistributed operators give.
 
 Tests `imaging/parts/operators.py`, `imaging/parts/layouts.py`, `imaging/parts/local_rules.py`,
-`imaging/fidelity.py`.
+`imaging/parts/rows.py`, `imaging/fidelity.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from tessel.imaging import (
     DistributedContext,
     DistributedDataFidelity,
     DistributedLinearPhysics,
+    DistributedMeasurements,
     DistributedPrior,
+    DistributedSignal,
     DistributedSignalStrategy,
+    solvers,
 )
 from tessel.imaging.fidelity import L2, PartFidelity
 from tessel.imaging.parts import (
@@ -238,6 +241,118 @@ class RealPart(Conjugate):
 
     def A_adjoint(self, y: Tensor) -> Tensor:
         return self.mask * y
+
+
+class Fourier:
+    """Complex measurements of a real image."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return torch.fft.fft2(x)
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return torch.fft.ifft2(y, norm="forward").real
+
+
+def check_complex_measurements(grid: tuple[int, ...] | None) -> None:
+    """Of real images: all workers of a row must know what lies on the one that has them."""
+    x0, f = values((1, 1, 6, 5), 1), Fourier()
+    y0 = torch.complex(values(x0.shape, 2), values(x0.shape, 3))
+    with DistributedContext() as ctx:
+        signal = DistributedSignal(ctx, x0.shape, torch.float64, grid, init=x0)
+        part = signal.layout.local_part
+        physics = DistributedLinearPhysics(
+            ctx, 2, lambda i, *_: (Fourier(), Halved())[i], layout=signal.layout
+        )
+        ys = DistributedMeasurements(ctx, 2, lambda i, *_: (y0, x0)[i], physics=physics)
+        fidelity = DistributedDataFidelity(ctx, physics, ys)
+        gradient = f.A_adjoint(f.A(x0) - y0) + 0.5 * (0.5 * x0 - x0)
+        close("gradient", fidelity.grad(signal), part(gradient), TOLERANCE)
+        x = signal.data.clone().requires_grad_()
+        fidelity(x).sum().backward()
+        if physics.active:  # others have no part of the image
+            close("gradient by autograd", x.grad, part(gradient), TOLERANCE)
+        for _ in range(2):
+            back = physics.A_adjoint(physics.A(signal))
+            close("adjoint", back, part(30 * x0 + 0.25 * x0), TOLERANCE)
+        close("normal", physics.A_adjoint_A(signal), part(30.25 * x0), TOLERANCE)
+        close("inverse", physics.A_dagger(physics.A(signal)), part(x0), TOLERANCE)
+        close("norm", physics.norm(signal), torch.tensor(30.25).double().sqrt(), 1e-6)
+
+
+class Halved:
+    mask = torch.full((1, 1), 0.5).double()
+
+    def A(self, x: Tensor) -> Tensor:
+        return self.mask * x
+
+    A_adjoint = A
+
+
+def check_complex_measurements_of_rows() -> None:
+    """One row measures complex numbers, the other one real ones, a third one nothing."""
+    P = tessel.world().create_cartesian_topology_partition((3, 1, 1))
+    x0, f = values((1, 1, 6, 5), 1), Fourier()
+    with DistributedContext() as ctx:
+        layout = operator_grid(P, x0.shape)
+        physics = DistributedLinearPhysics(
+            ctx, 2, lambda i, *_: (Fourier(), Halved())[i], layout=layout
+        )
+        x = layout.local_part(x0)
+        close("adjoint", physics.A_adjoint(physics.A(x)), 30.25 * x, TOLERANCE)
+        close("inverse", physics.A_dagger(physics.A(x)), x, TOLERANCE)
+        ys = DistributedMeasurements(ctx, 2, lambda i, *_: (f.A(x0), x0)[i], physics=physics)
+        fidelity = DistributedDataFidelity(ctx, physics, ys)
+        close("gradient", fidelity.grad(x), -0.25 * x, TOLERANCE)
+        close("loss", fidelity(x), 0.125 * x0.square().sum()[None], TOLERANCE)
+
+
+def test_rows_with_measurements_of_other_kinds(run: Run) -> None:
+    run(check_complex_measurements_of_rows, nprocs=3)
+
+
+def check_variation_of_copies() -> None:
+    """Total variation of an image of which two rows of workers have a copy each."""
+    whole = values((1, 2, 7, 6), 1)
+    P = tessel.world().create_cartesian_topology_partition((2, 2))
+    layout = operator_grid(P, whole.shape)
+    D, x = Differences(layout), layout.local_part(whole)
+    with DistributedContext() as ctx:
+        physics = DistributedLinearPhysics(ctx, 2, lambda *_: Halved(), layout=layout)
+        fidelity = DistributedDataFidelity(
+            ctx, physics, DistributedMeasurements(ctx, 2, lambda *_: whole, physics=physics)
+        )
+        method = solvers.CondatVu(fidelity, step=0.9, weight=0.1)
+        got = solvers.solve(method, torch.zeros_like(x), layout=layout, max_iterations=20).x
+        space = solvers.Space.of(x, layout)
+        variation = solvers.total_variation(x, space)
+    plain = SimpleNamespace(grad=lambda u: 0.5 * u - whole)
+    u, z = torch.zeros_like(whole), torch.zeros((*whole.shape, 2), dtype=whole.dtype)
+    differ = lambda u: torch.stack(  # noqa: E731
+        [
+            torch.nn.functional.pad(u.diff(dim=-2), (0, 0, 0, 1)),
+            torch.nn.functional.pad(u.diff(dim=-1), (0, 1)),
+        ],
+        -1,
+    )
+    back = lambda z: torch.func.vjp(differ, u)[1](z)[0]  # noqa: E731
+    for _ in range(20):
+        new = u - 0.9 * (plain.grad(u) + back(z))
+        z = solvers.splitting.projected(z + differ(2 * new - u) / (2 * 0.9 * 8), 0.1)
+        u = new
+    close("A", D.A(x), D.codomain.local_part(differ(whole)), TOLERANCE)
+    close("adjoint", D.A_adjoint(D.A(x)), layout.local_part(back(differ(whole))), TOLERANCE)
+    close("solution", got, layout.local_part(u), TOLERANCE)
+    lengths = torch.linalg.vector_norm(differ(whole), dim=-1).sum()
+    close("variation", variation, lengths, TOLERANCE)
+
+
+def test_total_variation_of_several_copies(run: Run) -> None:
+    run(check_variation_of_copies, nprocs=4)
+
+
+@pytest.mark.parametrize(("grid", "nprocs"), [(None, 2), ((2, 1), 2), ((2, 1), 3), ((1, 1), 1)])
+def test_complex_measurements_of_a_real_image(run: Run, grid: Any, nprocs: int) -> None:
+    run(check_complex_measurements, grid, nprocs=nprocs)
 
 
 def check_whole(grid: tuple[int, ...]) -> None:
@@ -501,8 +616,11 @@ class Vignette:
     A_adjoint = A
 
 
-def common_mask(copies: int) -> str:
-    """Two operators with one mask that is learned, on as many copies of the image."""
+def common_mask(copies: int, listed: bool) -> str:
+    """Two operators with one mask that is learned, on as many copies of the image.
+
+    A list is shared by all workers; what a function makes is each worker's own.
+    """
     shape = (1, 1, 2, 4)
     with tessel.imaging.DistributedContext() as ctx:
         grid = (copies, 1, ctx.world_size // copies)
@@ -511,7 +629,9 @@ def common_mask(copies: int) -> str:
         bundle = tessel.imaging.make_distrib_bundle(
             ctx,
             factory_config=tessel.imaging.FactoryConfig(
-                physics=[Vignette(mask)] * 2, measurements=[torch.zeros(shape)] * 2
+                physics=[Vignette(mask)] * 2 if listed else lambda *_: Vignette(mask),
+                measurements=[torch.zeros(shape)] * 2,
+                num_operators=2,
             ),
             signal_shape=shape,
             partition=operator_grid(P, shape),
@@ -520,17 +640,64 @@ def common_mask(copies: int) -> str:
         with torch.no_grad():
             bundle.physics.A(part)
         text = raised(lambda: bundle.data_fidelity.grad(part))
-        if copies == 1:
-            (slope,) = torch.autograd.grad(bundle.data_fidelity(part).sum(), mask)
-            close("the gradient of the mask", slope, 2 * mask)  # two rows, the mean of two
+        if text == "nothing was raised":
+            (found,) = torch.autograd.grad(bundle.data_fidelity(part).sum(), mask)
+            close("the gradient of the mask", found, 2 * mask)  # two rows, the mean of two
         return text
 
 
 def test_operators_with_a_parameter_in_common(run: Run) -> None:
-    assert run(common_mask, 1, nprocs=2) == ["nothing was raised"] * 2
-    for text in run(common_mask, 2, nprocs=2):
+    for copies in (1, 2):
+        assert run(common_mask, copies, True, nprocs=2) == ["nothing was raised"] * 2
+    assert run(common_mask, 1, False, nprocs=2) == ["nothing was raised"] * 2
+    for text in run(common_mask, 2, False, nprocs=2):
         assert "used by copy 0 of the image and copy 1 of the image" in text
-        assert "use a signal without partition" in text
+        assert "pass it in shared={...}" in text
+
+
+def learned_by_one_row(kind: str) -> None:
+    """What operators of one copy of the image learn, and all workers share, all of them learn."""
+    shape = (1, 1, 4, 4)
+    P = tessel.world().create_cartesian_topology_partition((3, 1, 1))
+    layout = operator_grid(P, shape)
+    x = values(shape, 1)
+    parameter = values((4,), 2).requires_grad_()
+    with DistributedContext() as ctx:
+
+        def make(i: int, device: Any, shared: Any) -> Any:
+            value = shared["parameter"]
+            return Vignette(value) if kind == "local" else Turned4(value)
+
+        for used in (2, 4):  # by one or two operators of the first row; the last one may have none
+            physics = DistributedLinearPhysics(ctx, used, make, {"parameter": parameter}, layout)
+            ys = DistributedMeasurements(ctx, used, lambda *_: 0 * x, physics=physics)
+            fidelity = DistributedDataFidelity(ctx, physics, ys)
+            parameter.grad = None
+            fidelity(layout.local_part(x)).sum().backward()
+            square = x.square().sum((0, 1, 2))
+            close("of a loss", parameter.grad, used * square * parameter.detach(), TOLERANCE)
+            parameter.grad = None
+            back = physics.A_adjoint_A(layout.local_part(x))
+            (back * layout.local_part(x)).sum().backward()
+            close("of an image", parameter.grad, 2 * used * square * parameter, TOLERANCE)
+
+
+class Turned4:
+    """A mask whose measurements are turned, so that they are made of the whole image."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def A(self, x: Tensor) -> Tensor:
+        return (self.weight * x).flip(-2)
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return self.weight * y.flip(-2)
+
+
+@pytest.mark.parametrize("kind", ["local", "whole"])
+def test_shared_parameters_of_some_copies(run: Run, kind: str) -> None:
+    run(learned_by_one_row, kind, nprocs=3)
 
 
 class Amplified(torch.nn.Module):
@@ -782,6 +949,11 @@ def raised(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+def prior_of(layout: Layout) -> DistributedPrior:
+    with DistributedContext() as ctx:
+        return DistributedPrior(ctx, lambda x: x, "basic", layout.shape, layout=layout)
+
+
 def errors() -> list[str]:
     from deepinv.optim import L2
     from deepinv.physics import Blur
@@ -813,6 +985,7 @@ def errors() -> list[str]:
         raised(lambda: parts.part_of(0, values((1, 1, 5, 5), 1))),
         raised(lambda: partition_physics(other, layout)),
         raised(lambda: partition_physics(blur, overlapping)),
+        raised(lambda: prior_of(overlapping)),
         raised(lambda: Convolution(layout, filter_of(25, 3), "reflect")),
         raised(lambda: Convolution(layout, filter_of(13, 3))),
         raised(lambda: Convolution(layout, filter_of(3, 3), "odd")),
@@ -835,6 +1008,7 @@ EXPECTED = [
     "dtype differs between workers: torch.float64 on worker 0, torch.float32 on worker 1",
     "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
     "all workers must make the same calls",
+    "needs an image in consecutive parts",
     "needs an image in consecutive parts",
     "does not fit an image of (12, 10): 25 values are too many along 12",
     "does not fit an image of (12, 10): 13 values are too many along 12",

@@ -435,3 +435,21 @@ def test_bad_shapes() -> None:
         other = tessel.Layout.balanced(tessel.world(), (3,))
         with pytest.raises(ValueError, match=r"the signal's shape \(2, 2\)"):
             DistributedSignal(ctx, (2, 2), partition=other)
+
+
+def whole_signals_of_some_workers() -> None:
+    """Signals that all workers of a grid have whole, be they all of the job or not."""
+    with DistributedContext() as ctx:
+        some = ctx.partition.create_partition_inclusive(range(ctx.world_size - 1))
+        grid = ctx.partition.create_cartesian_topology_partition((1, ctx.world_size))
+        for partition in (some, grid):
+            layout = tessel.Layout.whole(partition, (2, 3), shared=True)
+            x = values((2, 3), 1).float()
+            signal = DistributedSignal(ctx, (2, 3), partition=layout, init=x)
+            assert signal.is_whole
+            close("whole", signal.whole(), x, 0)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_whole_signal_of_some_workers_reaches_all(run: Run, nprocs: int) -> None:
+    run(whole_signals_of_some_workers, nprocs=nprocs)

@@ -15,11 +15,14 @@ from tessel.imaging.context import DistributedContext, check_choice
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
     WAY_OUT,
+    as_dtype,
+    attempted,
     check_common,
     depending_on,
     idle,
     in_common,
     known,
+    made_by_all,
     tensors_held_by,
 )
 from tessel.imaging.parts.local_rules import MISFITS
@@ -116,7 +119,11 @@ class DistributedDataFidelity:
         self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"
         make = data_fidelity_factory or (lambda *_: L2())
         held = tensors_held_by(make)
-        self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
+        self.local_fidelities = made_by_all(
+            ctx,
+            f"the data fidelities of {physics!r}",
+            lambda: [make(i, ctx.device, self.shared) for i in physics.local_indices],
+        )
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
         self._gradients = [each.grad for each in self._on_parts]
         self._common = in_common(ctx, held, physics.place, self.local_fidelities)
@@ -145,7 +152,7 @@ class DistributedDataFidelity:
         physics.check_results(call, losses)
         share = anchored_zeros(self._shape_of(call.name, losses, batch), call.x.real)
         for each in losses:
-            share = share + each.to(share.dtype)
+            share = share + as_dtype(each, share.dtype)
         share = depending_on(depending_on(share, parameters), call.anchor)
         loss = total(share, physics.partition) if gather else share
         return physics.everywhere(self._reduced(loss))
@@ -162,21 +169,10 @@ class DistributedDataFidelity:
         self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
     ) -> OperatorCall | None:
         """What all workers agreed on, or raise; None of a worker without a part of the image."""
-        if not self.physics.is_whole:
-            if not gather:
-                raise NotImplementedError(
-                    f"{self!r}: gather=False requires the whole image on every worker; with an "
-                    "image in parts, each worker gets its part"
-                )
-            if args or settings:
-                raise NotImplementedError(
-                    f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
-                    f"{settings}"
-                )
         if self._common:
             check_common(self._label, self._common, (self.physics.shared, self.shared), WAY_OUT)
         ys, arguments = self.measurements.local, (args, settings)
-        return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments)
+        return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments, gather)
 
     def _reduced(self, found: Tensor) -> Tensor:
         return found if self.reduction == "sum" else found / self.physics.num_ops
@@ -184,7 +180,7 @@ class DistributedDataFidelity:
     def _shape_of(self, call: str, losses: Sequence[Tensor], batch: int) -> Shape:
         """One shape for the losses of all workers, some of which may have none; or all raise."""
         physics = self.physics
-        if physics.is_whole:
+        if physics.rows.size == 1:  # each worker has whole images
             shapes = {tuple(each.shape) for each in losses}
             if len(shapes) == physics.partition.size == 1:
                 return shapes.pop()
@@ -254,14 +250,15 @@ class PartFidelity:
         """
         f, x = self.fidelity, call.x
         if isinstance(operator, Whole) and operator.is_alone:
-            share: Tensor = f(x, y, operator.physics, *call.args, **call.settings)
-            return share
+            alone: Tensor = f(x, y, operator.physics, *call.args, **call.settings)
+            return alone
         shape = (batch,) if self.is_batched else ()
         if isinstance(operator, Whole):
             return operator.computed(
                 lambda image, y: f(image, y, operator.physics).reshape(shape),
                 *(operator.gather(x), y),
                 shape=shape,
+                whole=shape,
                 users=f,
             )
         u = operator.A(x)
@@ -271,11 +268,15 @@ class PartFidelity:
                 lambda u, y: f(u, y, _PLAIN).reshape(shape),
                 *(whole.gather(u), whole.gather(y)),
                 shape=shape,
+                whole=shape,
                 users=f,
             )
         if 0 in u.shape:  # a mean or a maximum of nothing is NaN, or raises
             return idle(shape, f, u, y)
-        share = known(f(u, y, _PLAIN), (), (u, y))
+        found = attempted(lambda: f(u, y, _PLAIN))
+        if found is None:
+            return idle(shape, f, u, y)
+        share = known(found, (), (u, y))
         if not shape:
             return share
         # Of the images of the batch this worker may have some: their numbers among those of all.
@@ -299,7 +300,8 @@ class PartFidelity:
         elif 0 in u.shape:
             u = idle(tuple(u.shape), f, u, y)
         else:
-            u = known(gradient(f, _PLAIN, u, y), (), (u, y))
+            found = attempted(partial(gradient, f, _PLAIN, u, y))
+            u = idle(tuple(u.shape), f, u, y) if found is None else known(found, (), (u, y))
         return operator.A_adjoint(u)
 
     # What a fidelity of a user is, nobody says: it is tried on small tensors, once.

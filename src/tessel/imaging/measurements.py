@@ -22,6 +22,7 @@ from tessel.imaging.parameters import (
     in_common,
     learned,
     leaves_of,
+    made_by_all,
     tensors_held_by,
     unshared_leaf,
 )
@@ -133,18 +134,25 @@ class DistributedMeasurements:
         self.local_indices = (
             ctx.local_indices(self.num_items) if physics is None else physics.local_indices
         )
-        self.local = LocalTensors()
         held, copies = leaves_of(tensors_held_by((factory, self.shared))), Copies()
         # Copies of what all workers share, whose gradients are summed over them.
         copies.add(learned(self.shared), ctx.partition)
-        with computing_with(copies, (self.shared, held)) as self.local.anchor:
-            for position, i in enumerate(self.local_indices):
-                with ctx.drawing(i, seed=seed):  # the same noise on any number of workers
-                    made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
-                if not isinstance(made, Tensor):
-                    raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")
-                made = made.to(ctx.device)
-                self.local.append(made if physics is None else physics.part_of(position, made))
+
+        def part(position: int, i: int) -> Tensor:
+            with ctx.drawing(i, seed=seed):  # the same noise on any number of workers
+                made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
+            if not isinstance(made, Tensor):
+                raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")
+            made = made.to(ctx.device)
+            return made if physics is None else physics.part_of(position, made)
+
+        with computing_with(copies, (self.shared, held)) as anchor:
+            made = made_by_all(
+                ctx,
+                f"the measurements of {name}(num_items={self.num_items})",
+                lambda: [part(*each) for each in enumerate(self.local_indices)],
+            )
+        self.local = LocalTensors(made, anchor)
         # Workers that hold a part of a measurement each get a part of its gradient. Leaves of what
         # was computed with copies are not found here; others count even if they are in `shared`.
         common = in_common(ctx, held, f"worker {ctx.rank}", leaves_of(self.local))

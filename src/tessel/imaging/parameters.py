@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,10 @@ from tessel.core import (
     Partition,
     Replicate,
     Shape,
+    agree,
     anchored_zeros,
     is_compiling,
+    setting,
     shared_whole,
     tell,
 )
@@ -45,6 +47,7 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
 )
 _FUNCTION = types.FunctionType
+T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -213,6 +216,12 @@ class _Instead(TorchFunctionMode):
         return self.copies.get(id(value), value)
 
 
+# those with which user objects compute now
+current: ContextVar[Mapping[int, Tensor]] = ContextVar(
+    "current", default=types.MappingProxyType({})
+)
+
+
 @contextmanager
 def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     """Let user objects compute with copies of the tensors that they keep, until the block ends.
@@ -235,6 +244,7 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     # A parameter of a module may also be elsewhere, where no module gives a copy for it.
     bare = {id(each) for each in _reached(objects, _beside_parameters)[0]}
     with ExitStack() as stack:
+        stack.enter_context(setting(current, copies))
         if names:
             stack.enter_context(_reparametrize_module(everything, names))
         # The mode costs a little at each torch function, so it is not there for modules alone.
@@ -251,8 +261,7 @@ def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
     """
     if anchor is None:
         return result
-    zero = anchor if result.is_complex() or not anchor.is_complex() else anchor.real
-    return result + zero.to(device=result.device, dtype=result.dtype)
+    return result + as_dtype(anchor, result.dtype).to(result.device)
 
 
 def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
@@ -408,18 +417,62 @@ def unshared_problem(
     return ""
 
 
-# What `known` finds wrong: one worker may find something while others wait for what it computes, so
-# that it goes on, and all raise afterwards. None: it raises at once.
-noticed: ContextVar[list[str] | None] = ContextVar("noticed", default=None)
+# What one worker finds wrong while others wait for what it computes, so that it goes on, and all
+# raise afterwards. None: it raises at once.
+Problem = tuple[str, Exception | None]  # the end of a sentence, and what code of users raised
+noticed: ContextVar[list[Problem] | None] = ContextVar("noticed", default=None)
+
+
+def notice(problem: str, cause: Exception | None = None) -> None:
+    """Note what is wrong, or raise ValueError where nobody asks for it."""
+    problems = noticed.get()
+    if problems is None:
+        raise ValueError(f"an image in parts{problem}")
+    problems.append((problem, cause))
 
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     """The result; it is wrong if a gradient goes to a parameter that is not found in `users`."""
     if torch.is_grad_enabled() and transport.num_workers() > 1:
         problem = unshared_problem([result], users, (), given)
-        problems = noticed.get()
-        if problem and problems is None:
-            raise ValueError(f"an image in parts{problem}")
-        if problem and problems is not None:
-            problems.append(problem)
+        if problem:
+            notice(problem)
     return result
+
+
+def attempted(function: Callable[[], Tensor]) -> Tensor | None:
+    """What code of users gives; None where it raises, and all workers raise after the call."""
+    if noticed.get() is None or transport.num_workers() == 1:
+        return function()
+    try:
+        return function()
+    except Exception as error:  # whatever it is, others wait for what this worker computes
+        notice(f", which raised {raised(error)}", error)
+        return None
+
+
+def raised(error: Exception) -> str:
+    """What other workers hear of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def made_by_all(ctx: DistributedContext, call: str, make: Callable[[], T]) -> T:
+    """What a function of users makes on each worker; if it raises on one of them, all raise.
+
+    Args:
+        ctx: the workers.
+        call: what is made, in words.
+        make: of this worker.
+    """
+    try:
+        found = make()
+    except Exception as error:  # whatever it is, others would wait for this worker
+        agree(ctx.partition, f"{call}, which raised {raised(error)}")
+        raise
+    agree(ctx.partition, call)
+    return found
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype: of complex numbers the real part, if it is real."""
+    return (x if dtype.is_complex or not x.is_complex() else x.real).to(dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, ClassVar
@@ -34,11 +34,12 @@ from tessel.core import (
     setting,
     shared_whole,
 )
-from tessel.imaging.context import DistributedContext, is_whole, local_indices
+from tessel.imaging.context import DistributedContext, local_indices
 from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
     WAY_OUT,
     Copies,
+    Problem,
     anchor_of,
     both,
     check_common,
@@ -47,24 +48,20 @@ from tessel.imaging.parameters import (
     gradients_of,
     in_common,
     learned,
+    made_by_all,
     needs_grad,
     noticed,
+    raised,
     tensors_held_by,
     tensors_of,
     unshared_problem,
 )
-from tessel.imaging.parts.layouts import rows_of
-from tessel.imaging.parts.local_rules import MISFITS, partition_physics
-from tessel.imaging.parts.operators import Operator
+from tessel.imaging.parts.local_rules import partition_physics
+from tessel.imaging.parts.operators import DTYPES, Operator
+from tessel.imaging.parts.rows import NO_ARGUMENTS, Arguments, rows_of_operators
 from tessel.imaging.signal import Image, local_data
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
-_NO_ARGUMENTS: Arguments = (), {}
-_DTYPES = (  # of images and measurements
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.complex64, torch.complex128),
-)
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,8 @@ class OperatorCall:
     users: tuple[Any, ...]
     args: tuple[Any, ...]
     settings: Mapping[str, Any]
-    problems: list[str] = field(default_factory=list)  # what operators on parts do that is wrong
+    kind: tuple[Any, ...]  # what a call has in common with those that are known to work
+    problems: list[Problem] = field(default_factory=list)  # what was noticed while it was computed
 
 
 Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
@@ -143,21 +141,24 @@ class DistributedPhysics:
         seed = ctx.seed_for(f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
         held = tensors_held_by((factory, self.shared))
-        self.is_whole = layout is None or is_whole(layout)
-        self.layout = shared_whole(ctx.partition, ()) if layout is None or self.is_whole else layout
-        self.partition, self.rows = self.layout.partition, rows_of(self.layout)
+        self.rows = rows_of_operators(layout, ctx.partition)
+        self.layout, self.partition = self.rows.layout, self.rows.layout.partition
         self.active = self.partition.active
         row = self.rows.place_of(ctx.rank) if self.active else 0
         self.place = self.rows.name_of(ctx.rank) if self.active else "no copy of the image"
         mine = local_indices(self.num_ops, row, self.rows.count, ctx.sharding)
         self.local_indices: list[int] = mine if self.active else []
-        self.local_operators = [self._made(factory, i, seed) for i in self.local_indices]
+        self.local_operators = made_by_all(
+            ctx,
+            f"the operators of {self._label}",
+            lambda: [self._made(factory, i, seed) for i in self.local_indices],
+        )
         self._spread: list[Operator] = [
             partition_physics(physics, self.rows.own, self._owner(position))
             for position, physics in enumerate(self.local_operators)
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
-        self._checked: set[tuple[str, bool]] = set()  # calls that all workers know to work
+        self._checked: set[tuple[Any, ...]] = set()  # calls that all workers know to work
         # The workers of rows that have operators: where there are more rows, some have none.
         self._owners = [
             worker
@@ -221,7 +222,7 @@ class DistributedPhysics:
             return value
         # Workers without a part know neither shape nor dtype of the value, and learn them first.
         said, own = f"a value of {self._label}", Signature.of(value)
-        shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks)
+        shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks, ours)
         move = Move(shared_whole(theirs, shape), shared_whole(ours, shape))
         return move(value if theirs.active else value.new_empty(0))
 
@@ -259,7 +260,8 @@ class DistributedPhysics:
         call: str,
         values: Sequence[Tensor] | None,
         shared: Any = (),
-        settings: Mapping[str, Any] | None = None,
+        arguments: Arguments = NO_ARGUMENTS,
+        gather: bool = True,
     ) -> None:
         """Raise on all workers if this call cannot be made; see `enter`."""
         # Other workers may have as many as they need, and would wait for this one: all are told.
@@ -270,15 +272,9 @@ class DistributedPhysics:
             )
             agree(self.partition, call)
             raise ValueError(call)
-        if self._common and self.is_whole:
+        if self._common:
             check_common(self._label, self._common, (self.shared, shared), WAY_OUT)
-        elif self._common:
-            way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
-        if settings and not self.is_whole:
-            raise NotImplementedError(
-                f"{call}: operators on an image in parts take no arguments, got {dict(settings)}"
-            )
+        self.rows.check_call(call, arguments, gather)
 
     def _each(
         self,
@@ -337,7 +333,8 @@ class DistributedPhysics:
         fidelities: Sequence[Any] | None = None,
         shared: Any = (),
         users: Any = (),
-        arguments: Arguments = _NO_ARGUMENTS,
+        arguments: Arguments = NO_ARGUMENTS,
+        gather: bool = True,
     ) -> OperatorCall | None:
         """What goes into a call, after all workers agreed that it fits together, or raised.
 
@@ -352,18 +349,19 @@ class DistributedPhysics:
                 all of them; other parameters of fidelities get that of this row.
             users: further objects whose parameters are used.
             arguments: of operators or fidelities, of whole images only.
+            gather: whether what all rows compute is asked for, or the share of this one.
         """
-        self.check_call(call, measured, shared, arguments[1])
+        self.check_call(call, measured, shared, arguments, gather)
         if not self.active:
             return None
-        ys, anchor = list(measured or ()), anchor_of(measured)
-        everyones_objects = (self.shared if self.is_whole else (), shared)
+        everyones_objects = (self.shared, shared)
         everyones = learned(everyones_objects, arguments)
         said = f"{call}{gradients_of(everyones)}" if everyones else call
         meta, own = self._agreed(said, x, measured, fidelities, users, everyones)
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
-        if not self.is_whole:
+        ys = list(measured or ())
+        if self.rows.size > 1:  # which have parts of one measurement
             ys = [grad_alike(y, meta) for y in ys]
         if x is None:
             image = grad_alike(torch.empty(0, dtype=meta.dtype, device=self.ctx.device), meta)
@@ -385,11 +383,12 @@ class DistributedPhysics:
             x is not None or measured is None,
             list(zip(self._spread, ys or [image] * len(self._spread), strict=True)),
             meta.needs_grad,
-            anchor,
+            anchor_of(measured),
             copies,
             (*everyones_objects, self.local_operators, fidelities, users),
             args,
             settings,
+            (call, torch.is_grad_enabled(), image.dtype, image.shape),
         )
 
     def _agreed(
@@ -406,8 +405,8 @@ class DistributedPhysics:
         All workers of the row hold them, and their gradients are summed over these.
         """
         has_image = x is not None or measured is None
-        if self.is_whole:
-            # Of whole images without one, what all have is learned from the result.
+        if self.rows.known_shape is None:
+            # Without an image, what all have is learned from the result.
             if not has_image or (self.rows.count == 1 and isinstance(x, Tensor)):
                 return TensorMeta(torch.float32, self.ctx.device.type, needs_grad(x), False), []
             return self._agreement(said, "shape").agree_on(x)[1], []
@@ -426,6 +425,10 @@ class DistributedPhysics:
         # and learn the dtype from the others.
         brought = (*ys, x)[0]
         dtype, device = (None, "cpu") if brought is None else (brought.dtype, brought.device.type)
+        # Measurements of one image may be complex in one row and real in another.
+        if dtype is not None:
+            is_complex = x is not None and x.is_complex()
+            dtype = dtype.to_complex() if is_complex else dtype.to_real()
         signature = Signature((), dtype, device, learns, not torch.is_grad_enabled())
         agreement = self._agreement(said, givers=None if has_image else self._owners)
         return agreement.agree_on(signature)[1], own
@@ -434,15 +437,16 @@ class DistributedPhysics:
         """What is wrong with this worker's parts, as the end of a sentence."""
         for each in (*(ys or ()), *([] if x is None else [x])):
             got = each.dtype if isinstance(each, Tensor) else type(each).__name__
-            if got not in _DTYPES:
+            if got not in DTYPES:
                 return (
                     f": worker {self.ctx.rank} expected tensors of floating point or complex "
                     f"numbers, got {got}"
                 )
-        if x is not None and tuple(x.shape) != self.layout.local_shape:
+        expected = self.rows.known_shape
+        if x is not None and tuple(x.shape) != expected:
             return (
-                f": worker {self.layout.partition.rank} expected a part of shape "
-                f"{self.layout.local_shape}, got {tuple(x.shape)}"
+                f": worker {self.layout.partition.rank} expected a part of shape {expected}, got "
+                f"{tuple(x.shape)}"
             )
         what, brought = "image", x
         if x is None:
@@ -465,14 +469,15 @@ class DistributedPhysics:
         """
         try:
             with (
-                setting(noticed, call.problems),
+                setting(noticed, None if call.kind in self._checked else call.problems),
                 computing_with(call.copies, call.users) as parameters,
             ):
                 yield parameters
-        except MISFITS as error:
-            # Operators on parts may raise in the middle of a movement: nobody can be told then.
-            if self.is_whole and self._is_new(call):
-                problem = f"{type(error).__name__}: {error}"
+        except Exception as error:  # whatever users raise, others would wait for this worker
+            # In a row of several workers the others may wait in a movement: what code of users
+            # raises was noticed there (`attempted`), and nobody can be told of the rest.
+            if self.rows.size == 1 and call.kind not in self._checked:
+                problem = raised(error)
                 # Most often the precisions differ, and torch's own words do not say whose.
                 real, numbers = call.x.dtype.to_real(), tensors_of(call.users)
                 held = {e.dtype for e in numbers if e.is_floating_point() or e.is_complex()}
@@ -487,26 +492,30 @@ class DistributedPhysics:
 
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
-        # Of an image in parts, each operator was checked where it was applied.
-        problem = call.problems[0] if call.problems else ""
-        if self.is_whole and self.rows.count > 1 and torch.is_grad_enabled():
+        # Of an image in parts, each operator was checked where it was applied, too.
+        problem, cause = next(iter(call.problems), ("", None))
+        if not problem and self.rows.count > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
             problem = unshared_problem(results, call.users, call.users[:2], given)
         # At the first call all workers raise or none does: one without operators finds nothing
         # itself. Later calls cost no message, and the worker that finds something raises.
-        if self._is_new(call):
-            agree(self.partition, f"{call.name}{problem}")
-        if problem:
-            raise ValueError(f"{call.name}{problem}")
+        try:
+            if call.kind not in self._checked:
+                agree(self.partition, f"{call.name}{problem}")
+            if problem:
+                raise ValueError(f"{call.name}{problem}")
+        except ValueError as error:
+            raise error from cause  # which says where in the code of users it was
         # Of a call that raised, workers tell each other again when it is repeated.
-        self._checked.add((call.name, torch.is_grad_enabled()))
-
-    def _is_new(self, call: OperatorCall) -> bool:
-        """Whether no such call was made yet of which all workers know that it works."""
-        return (call.name, torch.is_grad_enabled()) not in self._checked
+        self._checked.add(call.kind)
 
     def agree_on_result(
-        self, said: str, own: Signature, what: str, givers: Sequence[int] | None = None
+        self,
+        said: str,
+        own: Signature,
+        what: str,
+        givers: Sequence[int] | None = None,
+        partition: Partition | None = None,
     ) -> tuple[Shape, TensorMeta]:
         """The shape and dtype of a result, which workers that do not compute it learn so.
 
@@ -515,10 +524,11 @@ class DistributedPhysics:
             own: this worker's; that of workers who are no givers is a placeholder.
             what: the result, in words.
             givers: the workers that have one; None for those with operators.
+            partition: the workers; None for those that have parts of the image.
         """
         have = self._owners if givers is None else givers
         alike = f"shape of the {what}"
-        return self._agreement(said, alike, have, self.ctx.partition).agree_on(own)
+        return self._agreement(said, alike, have, partition).agree_on(own)
 
     def _agreement(
         self,
@@ -557,21 +567,22 @@ class DistributedPhysics:
                 the call.
             gather: False: the share of this row.
         """
-        share, x = None, call.x
-        # Terms on parts come from movements and are ours to change; user code may give back what
-        # it was given, so that the first sum of its images is a tensor of its own.
-        is_ours = not self.is_whole
+        share, x, is_ours = None, call.x, False
         with self.computing(call) as parameters:
             for pair, term in zip(call.pairs, terms, strict=False):
                 each = term(*pair, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
-                if self.is_whole and call.has_image and not is_like:
-                    raise ValueError(
-                        f"{call.name}: an operator returned an image of shape {tuple(each.shape)} "
-                        f"and {each.dtype} for one of shape {tuple(x.shape)} and {x.dtype}"
+                if call.has_image and not is_like:
+                    problem = (
+                        f": an operator returned an image of shape {tuple(each.shape)} and "
+                        f"{each.dtype} for one of shape {tuple(x.shape)} and {x.dtype}"
                     )
+                    call.problems.append((problem, None))
+                    break
                 if share is None:
-                    share = each
+                    # Terms on parts come from movements and are ours to change; user code may give
+                    # back what it was given: the first sum of its images is a tensor of its own.
+                    share, is_ours = each, not pair[0].is_alone
                 elif share.requires_grad or each.requires_grad or not is_ours:
                     share, is_ours = share + each, True
                 else:
@@ -579,20 +590,22 @@ class DistributedPhysics:
         # Before anything is summed, where the others would wait for a worker that raises.
         self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
-        if self.is_whole and not call.has_image and self.rows.count > 1:
-            # The shape of the image is not known before: it is agreed on with the result.
+        if not call.has_image and self.rows.count > 1:
             share, meta = self.completed(call.name, share)
         if share is None:
             share = x.new_zeros(self.rows.of(x.shape).layout.local_shape)
         if call.needs_grad:
-            share = share + anchored_zeros((), x)
+            share = depending_on(share, anchored_zeros((), x))
         share = depending_on(depending_on(share, parameters), call.anchor)
         return self.rows.of(share.shape).total(share, meta) if gather else share
 
     def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
-        """A result of whole images, zero on workers without operators, and what all agreed on."""
-        own = torch.empty(0, device=self.ctx.device) if share is None else share
-        shape, meta = self.agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
+        """An image that operators give, zero on workers without them, and what all agreed on."""
+        own = Signature.of(torch.empty(0, device=self.ctx.device) if share is None else share)
+        known_shape = self.rows.known_shape  # of parts, whose shapes differ
+        own = own if known_shape is None else replace(own, shape=())
+        shape, meta = self.agree_on_result(said, own, "image that A_adjoint gives")
         if share is None:
+            shape = shape if known_shape is None else known_shape
             share = torch.zeros(shape, dtype=meta.dtype, device=self.ctx.device)
         return share, meta

@@ -17,15 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from tessel.core import (
     Agreement,
     Layout,
-    LinearOperator,
-    Move,
     TensorMeta,
     agree,
     anchored_zeros,
     grad_alike,
     shared_whole,
 )
-from tessel.imaging.context import DistributedContext, check_choice, is_whole
+from tessel.imaging.context import DistributedContext, check_choice
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,
@@ -34,15 +32,17 @@ from tessel.imaging.distribution_strategies.strategies import (
 from tessel.imaging.parameters import (
     Copies,
     computing_with,
-    copying,
     depending_on,
     gradients_of,
     learned,
     needs_grad,
+    raised,
     state_of,
     unshared_leaf,
 )
+from tessel.imaging.parts.layouts import bringing
 from tessel.imaging.parts.local_rules import MISFITS
+from tessel.imaging.parts.rows import rows_of
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.tiling import Tiling, tiling_of
 
@@ -120,17 +120,14 @@ class DistributedPrior:
                 f"the strategy {self.strategy!r} is for an image of shape {shape}, but the parts "
                 f"are of {self.layout.shape}"
             )
+        self.rows = rows_of(self.layout)
         self._in_place = Tiling(self.layout, self.strategy, ctx.sharding)  # of gather=False
         self.tiling = tiling_of(self.layout, self.strategy, ctx.sharding)
         self.num_patches = self.tiling.count
         self.active = self.layout.partition.active
         self.local_indices = self.tiling.indices() if self.active else []
         self._label = f"DistributedPrior({self.num_patches} patches over {ctx.world_size} workers)"
-        self._read: LinearOperator = (
-            copying(self.layout.partition, shape)  # nothing moves, and nothing is copied
-            if is_whole(self.layout)
-            else Move(self.layout, self.tiling.read)
-        )
+        self._read = bringing(self.layout, self.tiling.read)
 
     def prox(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The proximal operator or denoiser of each patch, which gets the further arguments.
@@ -158,11 +155,7 @@ class DistributedPrior:
     ) -> Tensor:
         """This worker's part of what a function of patches makes of the image."""
         call, layout = f"{self._label}.{name}", self.layout
-        if not (gather or is_whole(layout)):
-            raise NotImplementedError(
-                f"{call}: gather=False requires the whole image on every worker; with an image in "
-                "parts, each worker gets its part"
-            )
+        self.rows.check_call(call, gather=gather)
         if not self.active:
             return local_data(signal)
         tensors = learned(self._users, (args, settings))
@@ -188,7 +181,7 @@ class DistributedPrior:
                 written = tiling.put_together(made, read, self.local_indices, one_by_one)
         except MISFITS as error:
             if is_new:
-                agree(layout.partition, f"{said}, which raised {type(error).__name__}: {error}")
+                agree(layout.partition, f"{said}, which raised {raised(error)}")
             raise
         problem = problems[0] if problems else ""
         if is_new:

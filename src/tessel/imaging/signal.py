@@ -193,9 +193,10 @@ class DistributedSignal:
 
     def whole(self) -> Tensor:
         """All of it, on every worker."""
-        if self.is_whole:
+        everywhere = shared_whole(self.ctx.partition, self._shape)
+        if self.layout == everywhere:
             return self.data
-        return Move(self.layout, shared_whole(self.ctx.partition, self._shape)).apply(self.data)
+        return Move(self.layout, everywhere).apply(self.data)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """The inner product ⟨a, b⟩ of two tensors in this layout; no gradient goes through it."""

@@ -115,26 +115,51 @@ class DistributedStackedPhysics(DistributedPhysics):
 
     def own(self, ys: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of measurements of all operators those of this worker, which may also be given alone."""
-        count = len(self.local_indices)
+        count, partition = len(self.local_indices), self.ctx.partition
         if len(ys) == count and (isinstance(ys, LocalTensors) or count != self.num_ops):
+            self._needed(None)
             return ys
         if len(ys) == self.num_ops:
             # Shared values, of which each worker uses some: their gradients are those of all uses.
-            partition = self.ctx.partition
-            given = [
-                copying(partition, tuple(y.shape)).apply(y) if needs_grad(y) else y
-                for y in (ys[i] for i in range(len(ys)))
-            ]
+            given = [ys[i] for i in range(len(ys))]
+            needed = self._needed([needs_grad(each) for each in given])
+            for i in needed:
+                # One that needs no gradient on this worker takes part in the sum of the others.
+                y = given[i] if given[i].requires_grad else given[i].detach().requires_grad_()
+                given[i] = copying(partition, tuple(y.shape)).apply(y)
             # A worker without operators depends on those of the others, whose gradients it sums.
-            needed = [each for each in given if needs_grad(each)]
-            anchor = anchored_zeros((), *needed) if needed else None
+            anchor = anchored_zeros((), *(given[i] for i in needed)) if needed else None
             return LocalTensors([given[i] for i in self.local_indices], anchor)
         call = (
             f"{self!r}: expected {self.num_ops} measurements, one for each operator, or the "
             f"{count} of worker {self.ctx.rank}, got {len(ys)}"
         )
-        agree(self.ctx.partition, call)  # all workers raise, or those that fit would wait
+        agree(partition, call)  # all workers raise, or those that fit would wait
         raise ValueError(call)
+
+    def _needed(self, flags: list[bool] | None) -> list[int]:
+        """Which measurements of all operators need a gradient on any worker.
+
+        Args:
+            flags: whether they do on this worker; None if it was given its own ones alone.
+        """
+        own = [i for i, is_needed in enumerate(flags or ()) if is_needed]
+        if self.ctx.world_size == 1 or not torch.is_grad_enabled():
+            return own
+        # A checksum in each call; what it stands for only where workers differ.
+        said = [0 if flags is None else 1 + zlib.crc32(bytes(flags))]
+        call = f"the measurements that {self._label} was given"
+        _, told = agree(self.ctx.partition, call, numbers=said)
+        if len(set(told.values())) == 1:
+            return own
+        needed = sorted(set().union(*tell(self.ctx.partition, own).values()))
+        alone = [worker for worker, (number,) in told.items() if number == 0]
+        if needed and alone:
+            raise ValueError(
+                f"{self!r}: measurements of all operators need gradients on some workers, and "
+                f"workers {alone} were given their own ones alone; give all of them to all workers"
+            )
+        return needed
 
     def _images(
         self,

@@ -286,7 +286,14 @@ class LocalWindows(Tiling):
 
 def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     """The tiling of an image in this layout that sends least."""
-    if not is_whole(layout) and isinstance(strategy, WindowStrategy):
+    # Of a whole image each worker reads any window without a message: they are dealt out evenly.
+    if is_whole(layout):
+        # Cores cover the image once, as far as the library knows: what a user's strategy puts
+        # together may overlap.
+        is_ours = type(strategy) in (SmartTilingStrategy, BasicStrategy)
+        if layout.partition.size > 1 and is_ours and not strategy.overlap:
+            return GatheredCores(layout, strategy, sharding)
+    elif isinstance(strategy, WindowStrategy):
         windows = list(strategy.windows)
         if getattr(strategy, "patch_size", 0) is None and not strategy.overlap:
             # One window for each part and its halo: for a prior that is a convolutional network,
@@ -295,9 +302,4 @@ def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
             filled = [[part for part in cut if part[0] < part[1]] for cut in cuts]
             windows = parts(filled, strategy.lengths, strategy.halo)
         return LocalWindows(layout, strategy, sharding, tuple(windows))
-    # Cores cover the image once, as far as the library knows: what a user's strategy puts together
-    # may overlap.
-    is_ours = type(strategy) in (SmartTilingStrategy, BasicStrategy)
-    if is_whole(layout) and layout.partition.size > 1 and is_ours and not strategy.overlap:
-        return GatheredCores(layout, strategy, sharding)
     return Tiling(layout, strategy, sharding)

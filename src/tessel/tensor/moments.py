@@ -33,7 +33,7 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         return mean, mean_square(x, mean)
     centre = mean.detach()
     # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
-    # zero there, and so is its slope; its second derivative is not.
+    # zero there, and so is its first derivative; its second one is not.
     return mean, mean_square(x, centre) - (mean - centre).square()
 
 

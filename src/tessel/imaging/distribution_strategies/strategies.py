@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, product
+from operator import attrgetter
 from operator import index as as_int
 from typing import Any
 
@@ -124,7 +125,7 @@ class WindowStrategy(DistributedSignalStrategy):
         return [(i, X[self.region(self.windows[i].read, self.whole)]) for i in in_order]
 
     def apply_batching(self, patches: list[Tensor]) -> Iterator[Tensor]:
-        for _, alike in groupby(patches, key=lambda patch: patch.shape):
+        for _, alike in groupby(patches, key=attrgetter("shape")):
             some = list(alike)
             step = self.max_batch_size or len(some)
             for start in range(0, len(some), step):

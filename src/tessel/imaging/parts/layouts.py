@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import Tensor
@@ -29,15 +28,11 @@ from tessel.core import (
     Move,
     Partition,
     ReceptiveField,
-    Shape,
-    TensorMeta,
+    Replicate,
     Window,
-    boxes,
     reads,
-    replicate,
-    shared_whole,
 )
-from tessel.imaging.context import check_choice, is_whole
+from tessel.imaging.context import check_choice
 from tessel.tensor import periodic_halo
 from tessel.transport import kept_in_job
 
@@ -70,111 +65,28 @@ def operator_grid(partition: Partition, shape: Iterable[int]) -> Layout:
     return Layout.split(partition, lengths, axes, shared=[0])
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of workers that hold an image together, one for each group of operators.
+def check_parts(layout: Layout, what: str, shared: bool = False) -> None:
+    """Raise ValueError unless each index of an image lies on one worker, in order.
 
     Args:
-        layout: of the image; shared along the axes of operators.
+        layout: of the image.
+        what: needs it so, in words.
+        shared: whether several workers may hold one part as a shared value.
     """
-
-    layout: Layout
-
-    def of(self, shape: Iterable[int]) -> Rows:
-        """Those of images that have this shape on this worker."""
-        return self
-
-    def name_of(self, worker: int) -> str:
-        """What a worker has, in words."""
-        return f"copy {self.place_of(worker)} of the image"
-
-    @cached_property
-    def count(self) -> int:
-        """How many copies of the image there are."""
-        return prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
-
-    def place_of(self, worker: int) -> int:
-        """Which of the copies a worker has a part of."""
-        coordinates = self.layout.partition.coordinates(worker)
-        assert coordinates is not None
-        sizes = [self.layout.partition.shape[axis] for axis in self.layout.shared]
-        return boxes.ravel([coordinates[axis] for axis in self.layout.shared], sizes)
-
-    @cached_property
-    def own(self) -> Layout:
-        """The image in the parts of this worker's row alone."""
-        whole = self.layout.partition
-        along = [axis for axis in range(whole.dim) if axis not in self.layout.shared]
-        here = transport.this_worker()
-        workers = next(row for row in whole.rows(along) if here in row)
-        row = Partition(workers, tuple(whole.shape[axis] for axis in along))
-        cuts = tuple(
-            Cut(tuple(along.index(axis) for axis in cut.axes), cut.intervals)
-            for cut in self.layout.cuts
-        )
-        return Layout(row, self.layout.shape, cuts)
-
-    def use(self, x: Tensor) -> Tensor:
-        """The shared parts as this row's own; the adjoint sums over the rows."""
-        return replicate(x, self.layout, self.layout.shared)
-
-    def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
-        """The sum over the rows, as shared parts; the adjoint moves nothing."""
-        return share if self._sum is None else self._sum.apply(share, meta)
-
-    @cached_property
-    def _sum(self) -> Move | None:
-        moves = self.count > 1  # one row has nothing to sum
-        return Move(replace(self.layout, shared=()), self.layout) if moves else None
-
-
-class WholeRows(Rows):
-    """The rows of an image that is whole on every worker: each worker is one by itself.
-
-    Whole images come in any shape: a layout without dimensions stands for all of theirs.
-    """
-
-    def of(self, shape: Iterable[int]) -> Rows:
-        return whole_rows(self.layout.partition, tuple(shape))
-
-    def name_of(self, worker: int) -> str:
-        return f"worker {worker}"
-
-    @cached_property
-    def _sum(self) -> Move:
-        # Also of one row: a share may be a tensor of the user, which a movement does not return.
-        return Move(replace(self.layout, shared=()), self.layout)
-
-
-@kept_in_job
-def rows_of(layout: Layout) -> Rows:
-    """The rows of a layout; all workers of the job make them together."""
-    if is_whole(layout):
-        return WholeRows(layout)
-    rows = Rows(layout)
-    # Groups of workers are made by all workers of the job in one order, those of other rows
-    # included: a worker that made only its own would wait for the others.
-    alone = [axis for axis in range(layout.partition.dim) if axis not in layout.shared]
-    layout.partition.slices(alone)
-    if layout.partition.active:
-        check_parts(rows.own, "an imaging problem")
-    return rows
-
-
-@kept_in_job
-def whole_rows(partition: Partition, shape: Shape) -> Rows:
-    """The rows of an image that is whole on every worker, by its shape: a solver asks often."""
-    return rows_of(shared_whole(partition, shape))
-
-
-def check_parts(layout: Layout, what: str) -> None:
-    """Raise ValueError unless each index of an image lies on one worker, in order."""
     pairs = zip(layout.cuts, layout.shape, strict=True)
     ordered = all(cut.is_consecutive(length) for cut, length in pairs)
-    if not ordered or not layout.owns_once or layout.shared:
-        raise ValueError(
-            f"{what} needs an image in consecutive parts, each on one worker, got {layout}"
-        )
+    if not ordered or not layout.owns_once or (layout.shared and not shared):
+        where = "" if shared else ", each on one worker"
+        raise ValueError(f"{what} needs an image in consecutive parts{where}, got {layout}")
+
+
+@kept_in_job
+def bringing(source: Layout, target: Layout) -> LinearOperator:
+    """What lies in one layout as each worker reads it, which has a copy of its own in another."""
+    # Where each worker has what it reads, nothing moves, and nothing is copied.
+    if replace(source, shared=()) == target:
+        return Replicate(source, target)
+    return Move(source, target)
 
 
 @kept_in_job

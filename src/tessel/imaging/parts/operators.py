@@ -19,15 +19,19 @@ from tessel.core import (
     Partition,
     Replicate,
     Shape,
+    agree,
     anchored_zeros,
     replicate,
     shared_whole,
 )
-from tessel.imaging.context import is_whole
-from tessel.imaging.parameters import idle, known
+from tessel.imaging.parameters import as_dtype, attempted, current, idle, known, notice, noticed
 from tessel.imaging.parts.filtering import FilterSpectrum, convolve
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
 
+DTYPES = (  # of images and measurements
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.complex128),
+)
 Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
 
 
@@ -39,6 +43,7 @@ class PartOperator(LinearOperator):
     """
 
     is_local = True
+    is_alone = False
 
     def A(self, x: Tensor) -> Tensor:
         """This worker's part of the measurement."""
@@ -61,7 +66,13 @@ class PartOperator(LinearOperator):
 
         It may draw noise, for the whole measurement, as in one process.
         """
-        y = Whole(physics, self.domain, owner).measured(physics, x, owner, **settings)
+        whole, dtypes = Whole(physics, self.domain, owner), [each.dtype for each in self.values()]
+        y = whole.computed(
+            partial(physics, **settings),
+            whole.gather(x),
+            whole=self.codomain.shape,
+            dtype=reduce(torch.promote_types, dtypes, x.dtype),
+        )
         return gathering(self.codomain, owner).H.apply(y)
 
     def part_of(self, y: Tensor, name: str) -> Tensor:
@@ -315,8 +326,7 @@ class Differences(PartOperator):
     """
 
     def __init__(self, layout: Layout) -> None:
-        if not is_whole(layout):
-            check_parts(layout, type(self).__name__)
+        check_parts(layout, type(self).__name__, shared=True)
         num_dims = len(layout.shape) - 2
         if num_dims < 1:
             raise ValueError(f"expected an image (batch, channels, *space), got {layout.shape}")
@@ -411,6 +421,8 @@ class Whole:
             self.domain = layout
             self._move = gathering(layout, owner)
             self.here = self._move.codomain.partition.active
+        # By a method and the dtype that it was given, what it gives: the owner told all workers.
+        self._dtypes: dict[tuple[str, torch.dtype], torch.dtype] = {}
         # A linear operator has one derivative everywhere, for which no image is gathered.
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
 
@@ -424,11 +436,14 @@ class Whole:
 
     def A(self, x: Tensor, **settings: Any) -> Tensor:
         """The measurement on the owner, elsewhere an empty tensor."""
-        return self.computed(lambda image: self.physics.A(image, **settings), self.gather(x))
+        y = self.computed(lambda image: self.physics.A(image, **settings), self.gather(x))
+        return self._as_on_owner("A", x, y)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
         """This worker's part of the adjoint's image."""
-        return self.scatter(self.computed(lambda y: self.physics.A_adjoint(y), y))
+        shape = None if self.is_alone else self.domain.shape
+        image = self.computed(lambda y: self.physics.A_adjoint(y), y, whole=shape)
+        return self.scatter(self._as_on_owner("A_adjoint", y, image))
 
     def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
         """The product of `v` with the derivative at `x`."""
@@ -446,10 +461,17 @@ class Whole:
         """This worker's part of an image that a function makes of the whole one, and of `more`."""
         if self.is_alone:
             return function(x, *more)
-        return self.scatter(self.computed(function, self.gather(x), *more, users=users))
+        given, shape, dtype = (self.gather(x), *more), self.domain.shape, x.dtype
+        return self.scatter(self.computed(function, *given, whole=shape, dtype=dtype, users=users))
 
     def computed(
-        self, function: Callable[..., Tensor], *given: Tensor, shape: Shape = (0,), users: Any = ()
+        self,
+        function: Callable[..., Tensor],
+        *given: Tensor,
+        shape: Shape = (0,),
+        whole: Shape | None = None,
+        dtype: torch.dtype | None = None,
+        users: Any = (),
     ) -> Tensor:
         """What a function makes of tensors on the owner, and nothing of this shape elsewhere.
 
@@ -457,17 +479,51 @@ class Whole:
             function: of the tensors, which calls the operator.
             given: the tensors, which are empty elsewhere.
             shape: of what other workers give.
+            whole, dtype: what the result must have, which goes on to them; None for any.
             users: further objects whose parameters the function uses.
         """
-        if not self.here:
-            return idle(shape, (self.physics, users), *given)
-        result = function(*given)
+        users = (self.physics, users)
         # A worker with whole images is not alone in what it does: its caller checks for all.
-        return result if self.is_alone else known(result, (self.physics, users), given)
+        if self.is_alone:
+            return function(*given)
+        if self.here:
+            result = attempted(partial(function, *given))
+            if result is not None and (
+                (whole is None or tuple(result.shape) == whole)
+                and (dtype is None or result.dtype == dtype)
+            ):
+                return known(result, users, given)
+            if result is not None:
+                notice(
+                    f": expected a result of shape {whole or tuple(result.shape)} and "
+                    f"{dtype or result.dtype} of {type(self.physics).__name__}, got "
+                    f"{tuple(result.shape)} and {result.dtype}"
+                )
+            shape = whole or shape
+        nothing = idle(shape, users, *given)
+        return nothing if dtype is None else as_dtype(nothing, dtype)
+
+    def _as_on_owner(self, method: str, given: Tensor, result: Tensor) -> Tensor:
+        """A result in the dtype that it has on the owner: complex of a real image, for example."""
+        if self.is_alone:
+            return result
+        told = self._dtypes.get((method, given.dtype))
+        if told is None:
+            call = f"the dtype that {method} of {self.identity} gives for {given.dtype}"
+            code = DTYPES.index(result.dtype) if result.dtype in DTYPES else -1
+            _, said = agree(self.domain.partition, call, numbers=[-1 if noticed.get() else code])
+            code = said[self.owner][0]
+            if code < 0:  # all raise after the call
+                return as_dtype(result, given.dtype)
+            told = self._dtypes[method, given.dtype] = DTYPES[code]
+        if self.here and result.dtype != told:
+            notice(f": {method} of {type(self.physics).__name__} gave {told}, now {result.dtype}")
+        return as_dtype(result, told)
 
     def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
         """What `physics(x)` gives of the whole image on its owner, elsewhere an empty tensor."""
-        return self.computed(partial(physics, **settings), self.gather(x))
+        y = self.computed(partial(physics, **settings), self.gather(x))
+        return self._as_on_owner("__call__", x, y)
 
     def part_of(self, y: Tensor, name: str) -> Tensor:
         """A measurement on the owner, elsewhere an empty tensor."""
@@ -512,6 +568,7 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
     """A shared value as this worker's own copy; its gradient sums what all workers ask for."""
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value
+    value = current.get().get(id(value), value)  # one that more workers than those use
     if isinstance(getattr(value.grad_fn, "operator", None), Replicate):
         return value  # it is one already
     layout = shared_whole(partition, tuple(value.shape))

@@ -221,8 +221,8 @@ def _normalized(
     centre = torch.zeros_like(constant) if mean is None else mean.detach()
     derives = in_transform()  # in forward mode nothing requires a gradient
     if derives or variance.requires_grad:
-        slope = ((constant + eps) / (variance + eps)).sqrt()
-        weight = slope if weight is None else weight * slope
+        scale = ((constant + eps) / (variance + eps)).sqrt()
+        weight = scale if weight is None else weight * scale
     if mean is not None and (derives or mean.requires_grad):
         shift = (centre - mean) / (constant + eps).sqrt()
         shift = shift if weight is None else shift * weight
