@@ -9,7 +9,8 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -26,7 +27,7 @@ from tessel import Layout, Move, Partition
 from tessel.core import boxes, shared
 from tessel.core.shared import GradientBucket
 from tessel.models import FNO
-from tessel.nn.buckets import BucketSchedule, Use
+from tessel.nn.buckets import LIMIT, BucketSchedule, Use
 from tessel.testing import count_traffic
 
 Shape = tuple[int, ...]
@@ -380,6 +381,99 @@ def watch_order() -> list[str]:
 def test_sums_travel_while_the_next_gradients_are_computed(run: Run) -> None:
     for seen in run(watch_order, nprocs=2):
         assert seen == ["sends 0", "sends 1", "waits 0", "sends 2", "waits 1", "waits 2"]
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory_of_a_step(width: int, depth: int, accumulates: bool, splits: bool) -> int:
+    """The most bytes of tensors at once in a step whose gradients are nearly all of it."""
+    model: nn.Module = nn.Sequential(
+        *(nn.Conv2d(width, width, 1, bias=False) for _ in range(depth))
+    ).double()
+    x = values((1, width, 4, 1), 1)
+    if splits:
+        P = column()
+        model, x = tessel.nn.distribute_module(model, P), Layout.balanced(P, x.shape).local_part(x)
+    for _ in range(3):
+        model.zero_grad(not accumulates)
+        with tessel.testing.count_memory() as memory:
+            model(x).sum().backward()
+    return memory.peak
+
+
+def memory_of_steps(width: int, depth: int, accumulates: bool) -> tuple[int, int]:
+    """Of a worker, and of one process."""
+    sizes = [memory_of_a_step(width, depth, accumulates, splits) for splits in (True, False)]
+    return sizes[0], sizes[1]
+
+
+LARGE_WIDTH = 740  # a weight has more than the 4 MiB of a bucket
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_large_gradients_take_the_memory_of_one_more(
+    run: Run, nprocs: int, accumulates: bool
+) -> None:
+    """While one travels the next is made, beside it what comes from others.
+
+    Of P workers that is (P - 1)/P of it. Where gradients are there already, those that are added to
+    them are one more than in one process, which adds each at once.
+    """
+    unit, small = LARGE_WIDTH**2 * 8, 200_000
+    assert unit > LIMIT
+    for ours, alone in run(memory_of_steps, LARGE_WIDTH, 4, accumulates, nprocs=nprocs):
+        assert abs(alone - (1 if accumulates else 4) * unit) < small
+        more = (nprocs - 1) / nprocs + accumulates
+        assert abs(ours - alone - more * unit) < small, (ours - alone) / unit
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+@pytest.mark.parametrize("width", [100, 300])
+def test_a_bucket_takes_its_memory_twice(run: Run, nprocs: int, width: int) -> None:
+    """A row beside the gradients, and then in their place what comes from others."""
+    unit, small = width**2 * 8, 100_000
+    for ours, alone in run(memory_of_steps, width, 4, False, nprocs=nprocs):
+        assert abs(alone - 4 * unit) < small
+        assert abs(ours - 8 * unit) < small, ours / unit
+
+
+@contextmanager
+def noted_uses(found: list[Tensor]) -> Iterator[None]:
+    """What buckets give to be used inside of the `with` block."""
+    use = GradientBucket.use
+
+    def noted(self: GradientBucket, token: Tensor) -> tuple[Tensor, ...]:
+        given = use(self, token)
+        found.extend(given)
+        return given
+
+    GradientBucket.use = noted
+    try:
+        yield
+    finally:
+        GradientBucket.use = use
+
+
+def check_kept_gradient() -> None:
+    """A large gradient travels without a copy; one that a hook keeps is not summed into."""
+    P = column()
+    model = tessel.nn.distribute_module(plain(LARGE_WIDTH, 2).double(), P)
+    weight, found = model[2].weight, list[Tensor]()
+    with noted_uses(found):
+        y = learned(model, images(P))(images(P))
+    (used,) = (each for each in found if each.shape == weight.shape)
+    seen: list[Tensor] = []
+    used.register_hook(lambda grad: seen.extend((grad, grad.clone())))
+    y.square().sum().backward()
+    assert weight.nbytes > LIMIT and weight.grad is not None
+    assert torch.equal(*seen) and not torch.equal(weight.grad, seen[0])
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_gradient_that_others_have_stays(run: Run, nprocs: int) -> None:
+    run(check_kept_gradient, nprocs=nprocs)
 
 
 # ---------------------------------------------------------------- what users do with a model

@@ -98,6 +98,47 @@ def test_halos_wider_than_a_neighbour_are_exact(run: Run) -> None:
     run(check_cases, SHORT, nprocs=4)
 
 
+def atrous(sizes: tuple[int, ...], images: tuple[int, ...], **settings: Any) -> Case:
+    """Quarters of images that are small beside what a kernel spans."""
+    return Case("Conv2d", sizes, (1, 1, 2, 2), images, tuple(settings.items()))
+
+
+ATROUS = [
+    *(atrous((2, 3, 3), (1, 2, 2, 2), padding=n, dilation=n) for n in (1, 2, 12, 36)),
+    *(atrous((2, 3, 3), (2, 2, 5, 9), padding=n, dilation=n) for n in (3, 4, 6, 12)),
+    atrous((2, 4, (3, 5)), (1, 2, 7, 4), padding=(6, 20), dilation=(6, 10), stride=2, groups=2),
+    atrous((2, 3, 4), (1, 2, 3, 6), padding="same", dilation=5),
+    # some outputs read nothing, others see the image between two values of the kernel
+    atrous((2, 3, 2), (1, 2, 2, 3), padding=9, dilation=7),
+    atrous((2, 3, 2), (1, 2, 4, 4), padding=20, dilation=5, bias=False),
+    Case("Conv3d", (2, 2, 3), (1, 1, 2, 1, 2), (1, 2, 2, 3, 5), (("padding", 4), ("dilation", 4))),
+    row("Conv1d", (1, 1, 1, 1), 2, 3, 5, padding=12, dilation=6),
+    row("Conv1d", (3, 0, 2, 1), 2, 3, 3, padding=12, dilation=12),
+]
+
+
+def test_kernels_that_reach_across_an_image_are_exact(run: Run) -> None:
+    run(check_cases, ATROUS, nprocs=4)
+
+
+def atrous_memory(dilation: int) -> int:
+    """The most bytes of tensors at once, with the weight's gradient on its way."""
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 2])
+    layer = torch.nn.Conv2d(4, 4, 3, padding=dilation, dilation=dilation).double()
+    model = tessel.nn.distribute_module(layer, P)
+    x = values((1, 4, 1, 1), 1)
+    with tessel.testing.count_memory() as memory:
+        model(x).sum().backward()
+    return memory.peak
+
+
+def test_padding_that_reaches_across_an_image_is_not_made(run: Run) -> None:
+    """Of four pixels, one on each worker, only one value of a kernel meets each."""
+    small = max(run(atrous_memory, 2, nprocs=4))
+    for peak in run(atrous_memory, 36, nprocs=4):
+        assert peak <= small  # 73² zeros of four channels would be 170 kB
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_convolutions_are_exact(run: Run, seed: int) -> None:

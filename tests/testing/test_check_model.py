@@ -764,3 +764,34 @@ def test_figures(run: Run) -> None:
             assert [each.bytes_stored for each in report.modules] == [72, 0, 72]
             assert report.modules[1].bytes_kept == -(-8 // nprocs) * 4 * 8
             assert report.peak > 0 and report.peak_alone > 0
+
+
+WIDE = 100  # channels: of a weight 80 kB
+
+
+def memory_of_weights() -> ModelReport:
+    """Small pictures, and weights whose gradients are nearly all of a step."""
+    layers = [nn.Conv2d(WIDE, WIDE, 1, bias=False) for _ in range(3)]
+    inputs = values(1, WIDE, 4, 1)
+    return check_model(nn.Sequential(*layers).double(), inputs, where=grid(1, 1, 0, 1))
+
+
+def memory_of_pictures() -> ModelReport:
+    """A large picture, and a weight that is nothing beside it."""
+    model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.Sigmoid()).double()
+    return check_model(model, values(1, 1, 400, 10), where=grid(1, 1, 0, 1))
+
+
+def test_memory_is_that_of_a_step_after_zero_grad(run: Run) -> None:
+    """Gradients count, in one process as well, and nothing that only the check has whole."""
+    unit, small = WIDE * WIDE * 8, 40_000
+    (alone,) = run(memory_of_weights, nprocs=1)
+    assert 3 * unit <= alone.peak_alone <= 3 * unit + small
+    split, _ = run(memory_of_weights, nprocs=2)
+    assert split.peak_alone == alone.peak_alone
+    picture = 400 * 10 * 8
+    for nprocs in (1, 2, 4):
+        for report in run(memory_of_pictures, nprocs=nprocs):
+            # what is called with, what two layers give, and the gradients of one and of its input
+            assert picture * 4 <= report.peak_alone <= picture * 4 + 100
+            assert report.peak <= report.peak_alone / nprocs + 500

@@ -158,7 +158,8 @@ class Sum:
     """The sum of flat tensors over workers, in two steps: other messages may travel in between.
 
     Copies travel, and each worker adds those of its part, in the order of the workers. (What comes
-    for a move that adds has to wait until its turn comes, and lets nothing pass.)
+    for a move that adds has to wait until its turn comes, and lets nothing pass.) They are added
+    where one of them lies, so that beside a tensor and what comes there is never a third.
 
     Args:
         partition: the workers.
@@ -183,7 +184,10 @@ class Sum:
         self._sums_all = copies == partition.size
 
     def start(self, x: Tensor, may_change: bool = False) -> Callable[[], Tensor]:
-        """Send; the result waits, and gives the sum, which may be in the place of x."""
+        """Send; the result waits, once, and gives the sum, which may be in the place of x.
+
+        What was sent is let go before there is other room for the sum.
+        """
         group = self._scatter.group
         if self._sums_all and group.adds_on_devices(x):
             total = x if may_change else x.clone()
@@ -199,37 +203,56 @@ class Sum:
             arrive_whole = self._scatter.start(x.unsqueeze(0))
 
             def collect() -> Tensor:
-                rows = arrive_whole()
-                found = _add(rows.unbind(), x.new_empty(rows.shape[1:]))
+                # alone in its memory: the rows are not kept
+                found = _add([*arrive_whole().unbind()], 0).clone()
                 return found if self._collect is None else self._collect.start(found)()
 
             return collect
-        arrive = self._scatter.start_apart(x.unsqueeze(0))
+        pending = [self._scatter.start_apart(x.unsqueeze(0))]
+        kept, like = [x] * may_change, x.new_empty(0)
 
         def wait() -> Tensor:
-            rows = [each.squeeze(0) for each in arrive()]
+            rows = [each.squeeze(0) for each in pending.pop()()]
+            # What others sent is this worker's; the own row is if it may change.
+            own = self._own_row
+            place = own if kept and self._collect is not None else int(own == 0)
+            # of fewer values than workers some add none
+            found = _add(rows, place) if rows else like
+            rows.clear()
             if self._collect is None:
-                return rows[0] + rows[1] if rows else x.clone()  # of no values nothing comes
-            # The sum is made where it belongs: to copy it takes as long as to add. Of two terms the
-            # own one may lie there.
-            y = x if may_change and len(rows) == 2 else x.new_empty(x.shape)
-            if rows:  # else this worker adds nothing: there are fewer values than workers
-                _add(rows, self._collect.stages[0].own(y))
+                return found
+            if kept:  # it is added where it belongs
+                return self._collect.complete(kept.pop())
+            y = like.new_empty(self._collect.codomain.local_shape)
+            self._collect.stages[0].own(y).copy_(found)
+            del found
             return self._collect.complete(y)
 
         return wait
 
+    @cached_property
+    def _own_row(self) -> int:
+        """Which of the rows that are added is this worker's own."""
+        (stage,) = self._scatter.stages
+        peers = [piece.peer for piece in stage.plan.takes]
+        worker = transport.this_worker()
+        return peers.index(worker) if worker in peers else 0
 
-def _add(rows: Sequence[Tensor], total: Tensor) -> Tensor:
-    """The sum of at least two rows, one after the other, in the place of `total`."""
-    torch.add(rows[0], rows[1], out=total)
-    for each in rows[2:]:
-        total += each
+
+def _add(rows: Sequence[Tensor], place: int) -> Tensor:
+    """The sum of rows, one after the other, in the place of one of them.
+
+    Those that lie before this one may change.
+    """
+    total = rows[0]
+    for number, each in enumerate(rows[1:], 1):
+        total = torch.add(total, each, out=rows[place] if number >= place else total)
     return total
 
 
 _kept_sum = kept_in_job(Sum)
 Parts = tuple[Tensor | None, ...]
+PackedGradients = tuple[Tensor, bool, bool]  # in a row; whether it is the bucket's; whether all
 
 
 class GradientBucket:
@@ -275,11 +298,13 @@ class GradientBucket:
 
     def use(self, token: Tensor) -> tuple[Tensor, ...]:
         """The values, for use on each worker. In a backward pass the sums begin here."""
-        found = record_several(_BucketStep(self, "leave"), (token,))
+        (token_for_use,) = record_several(_BucketStep(self, "pass"), (token,))
+        assert token_for_use is not None
+        found = record_several(_BucketStep(self, "leave"), (token_for_use,))
         return tuple(each for each in found if each is not None)
 
-    def start(self, grads: Parts) -> Callable[[], Parts]:
-        """Send gradients, with flags of those that are there; the result waits for the sums."""
+    def pack(self, grads: Parts) -> PackedGradients:
+        """Gradients in a row, with flags of those that are there."""
         is_all = all(grad is not None for grad in grads)
         flat = [
             self.like.new_zeros(length) if grad is None else in_a_row(grad, last)
@@ -289,7 +314,12 @@ class GradientBucket:
         if is_ours:  # a single gradient travels as it is, without a copy and a flag
             flags = tuple(float(grad is not None) for grad in grads)
             flat = [torch.cat([*flat, constant(flags, self.like.dtype, self.like.device)])]
-        wait = self._sum.start(flat[0], is_ours)
+        return flat[0], is_ours, is_all
+
+    def start(self, packed: PackedGradients) -> Callable[[], Parts]:
+        """Send gradients; the result waits for the sums."""
+        row, is_ours, is_all = packed
+        wait = self._sum.start(row, is_ours)
 
         def arrive() -> Parts:
             summed = wait()
@@ -308,11 +338,15 @@ class _BucketStep:
     """A step of a bucket, which is the adjoint of another.
 
     - "enter": values to a token. Nothing moves.
+    - "pass": a token to another. Nothing moves.
     - "leave": a token to the values. Nothing moves.
-    - "start": gradients to a token, while they travel.
+    - "pack": gradients to a token, in a row.
+    - "start": a token to another, while the row travels.
     - "wait": a token to the sums, when they have come.
 
-    What a step carries goes with the token that stands for it in the graph.
+    What a step carries goes with the token that stands for it in the graph. A row is packed in a
+    step of its own: autograd keeps gradients to the end of a step, and room for what comes from
+    others is made in the next one, when they are gone.
     """
 
     bucket: GradientBucket
@@ -324,23 +358,31 @@ class _BucketStep:
 
     @property
     def H(self) -> _BucketStep:
-        adjoints = {"enter": "wait", "wait": "enter", "leave": "start", "start": "leave"}
-        return _BucketStep(self.bucket, adjoints[self.name])
+        return _BucketStep(self.bucket, _ADJOINTS[self.name])
 
     @property
     def like(self) -> Tensor:
         return self.bucket.like
 
     def _apply(self, *xs: Tensor | None) -> Parts:
-        if self.name in ("enter", "start"):
-            given: Any = self.like.new_empty(0)
-            given.carried = _detached(xs) if self.name == "enter" else self.bucket.start(xs)
-            return (given,)
+        if self.name in ("enter", "pack"):
+            return self._token(_detached(xs) if self.name == "enter" else self.bucket.pack(xs))
         (token,) = xs
         if token is None:  # no loss depends on the values
-            return (None,) * len(self.bucket.shapes)
+            return (None,) * (1 if self.name in ("pass", "start") else len(self.bucket.shapes))
         carried: Any = token.carried  # type: ignore[attr-defined]
+        if self.name in ("pass", "start"):
+            return self._token(carried if self.name == "pass" else self.bucket.start(carried))
         return _detached(carried) if self.name == "leave" else carried()
+
+    def _token(self, carried: Any) -> Parts:
+        token: Any = self.like.new_empty(0)
+        token.carried = carried
+        return (token,)
+
+
+_ADJOINTS = {"enter": "wait", "pass": "start", "leave": "pack"}
+_ADJOINTS |= {adjoint: name for name, adjoint in _ADJOINTS.items()}
 
 
 @dataclass(frozen=True)

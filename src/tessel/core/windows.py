@@ -66,6 +66,41 @@ class Window:
 
 
 @dataclass(frozen=True)
+class TouchingWindow:
+    """A window without the first and last values of its kernel that meet nothing but padding.
+
+    Which these are depends on the outputs: of an image that is small beside the dilation, those at
+    one side read none of what lies at the other.
+
+    Args:
+        window: over inputs and the padding around them.
+        inputs: without the padding.
+
+    >>> field = TouchingWindow(Window(kernel=3, dilation=6), inputs=(6, 10))
+    >>> field.taps((0, 2)), field.hull((0, 2)), field.taps((0, 4))
+    ((1, 2), (6, 8), (1, 2))
+    """
+
+    window: Window
+    inputs: Interval
+
+    def taps(self, outputs: Interval) -> Interval:
+        """Which values of the kernel non-empty `outputs` need; at least one."""
+        start, stop = self.window.first(outputs[0]), self.window.first(outputs[1] - 1) + 1
+        shifts = (self.window.dilation * tap for tap in range(self.window.kernel))
+        touch = [bool(overlap((start + by, stop + by), self.inputs)) for by in shifts]
+        if not any(touch):
+            return 0, 1
+        return touch.index(True), len(touch) - touch[::-1].index(True)
+
+    def hull(self, outputs: Interval) -> Interval:
+        first, stop = self.taps(outputs)
+        by = self.window.dilation
+        last = self.window.first(outputs[1] - 1) + by * (stop - 1)
+        return self.window.first(outputs[0]) + by * first, last + 1
+
+
+@dataclass(frozen=True)
 class TransposedWindow:
     """The adjoint of a window: input i is written to outputs s·i − before + d·t for t < kernel.
 

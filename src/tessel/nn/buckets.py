@@ -115,8 +115,8 @@ class BucketedCall:
     """One call of a model: buckets of its parameters, made when the first of each is used.
 
     A bucket is prepared one before it is needed, so that in the backward pass the sums of a bucket
-    are waited for when those of the next have begun. In a graph, where movements are single nodes,
-    nothing is waited for.
+    are waited for when those of the next have begun; those of a large one, when the next gradients
+    are there. In a graph, where movements are single nodes, nothing is waited for.
     """
 
     def __init__(
@@ -168,17 +168,31 @@ class BucketedCall:
             self._aliases.update(zip(numbers, aliases, strict=True))
             return self._aliases[number]
         # The next bucket, too: what is computed between `prepare` and `use` is derived while the
-        # sums of the bucket travel.
-        for each in range(place, min(place + 2, len(self.plan))):
-            if each not in self._prepared:
-                planned = self.plan[each]
-                values = [self.parameters[one] for one in planned.numbers]
-                shapes = [tuple(one.shape) for one in values]
-                bucket = GradientBucket(*planned.use, shapes, values[0], planned.lasts)
-                self._prepared[each] = bucket, bucket.prepare(values)
+        # sums of the bucket travel. If that is large it is prepared after this one is used: in the
+        # backward pass its sums have come before there is room for those of this one, and there
+        # are never two large ones on their way.
+        self._prepare(place)
+        is_last = place + 1 == len(self.plan)
+        is_large = not is_last and self._nbytes(place + 1) > LIMIT
+        if not is_last and not is_large:
+            self._prepare(place + 1)
         bucket, token = self._prepared[place]
         self._aliases.update(zip(self.plan[place].numbers, bucket.use(token), strict=True))
+        if is_large:
+            self._prepare(place + 1)
         return self._aliases[number]
+
+    def _prepare(self, place: int) -> None:
+        """Make a bucket of the plan, unless it is there."""
+        if place not in self._prepared:
+            planned = self.plan[place]
+            values = [self.parameters[one] for one in planned.numbers]
+            shapes = [tuple(one.shape) for one in values]
+            bucket = GradientBucket(*planned.use, shapes, values[0], planned.lasts)
+            self._prepared[place] = bucket, bucket.prepare(values)
+
+    def _nbytes(self, place: int) -> int:
+        return sum(self.parameters[number].nbytes for number in self.plan[place].numbers)
 
 
 def _plain(in_graph: bool) -> bool:

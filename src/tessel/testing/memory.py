@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from tessel.core.context import setting
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import tensors
 
 _STORAGE: Any = torch.UntypedStorage
+_counts: ContextVar[bool] = ContextVar("_counts", default=True)  # whether tensors do now
 
 
 @contextmanager
@@ -34,6 +37,13 @@ def count_memory() -> Iterator[Memory]:
         yield memory
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Tensors that are made in the `with` block count nothing, as what only a check needs."""
+    with setting(_counts, False):
+        yield
+
+
 class Memory(TorchDispatchMode):
     """Bytes of tensors that were made in a block: `current` now, and `peak` at most at once."""
 
@@ -45,6 +55,8 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if not _counts.get():
+            return func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):

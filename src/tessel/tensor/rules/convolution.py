@@ -22,7 +22,7 @@ from tessel.core.boxes import Interval
 from tessel.core.context import is_compiling
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros, used
-from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
+from tessel.core.windows import Groups, Mirrored, ReceptiveField, TouchingWindow, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.pointwise_convolution import convolve_pointwise
@@ -274,6 +274,18 @@ class ConvolutionPlan:
         return self.windowed.in_order(self.windowed.fetch(x))
 
     @cached_property
+    def taps(self) -> tuple[tuple[int, Interval], ...]:
+        """For dimensions of the weight of which this worker needs a part, this part."""
+        box, fields = self.windowed.target.box(), self.windowed.fields
+        if box is None:
+            return ()
+        return tuple(
+            (dim, field.taps(part))
+            for dim, (field, part) in enumerate(zip(fields, box, strict=True), -len(fields))
+            if isinstance(field, TouchingWindow) and part[0] < part[1]
+        )
+
+    @cached_property
     def reads_part(self) -> bool:
         """Whether torch makes the same of this worker's part as of what it reads of it.
 
@@ -335,6 +347,12 @@ def planned(
             Mirrored(window, length, settings.mode)  # type: ignore[arg-type]
             for window, length in zip(windows, lengths, strict=True)
         ]
+    for d, (left, right) in enumerate(zip(before, after, strict=True)):
+        # zeros of a padding that reaches across the tensor, as it does for large dilations, would
+        # be many times as much as the tensor
+        window = windows[d]
+        if left + right > 0 and isinstance(window, Window) and window.dilation > 1:
+            windows[d] = TouchingWindow(window, (left, source.shape[first + d] - right))
     field = (*([None] * (first - 1)), channels, *windows)
     return ConvolutionPlan(tuple(wraps), Windowed(source, target, field), tuple(padding))
 
@@ -369,6 +387,8 @@ def convolve_parts(
         part = there.fetch(x)
         if terms.is_outside:
             return anchored_zeros((0,), part, own, added), terms
+        for dim, taps in there.taps:
+            own = own.narrow(dim, taps[0], taps[1] - taps[0])
         return of_read(part, own, added, there.padding, terms, settings, in_blocks=True), terms
     # numbers that tests change: what is kept of a layout must follow them
     strips = overlapped_convolution
@@ -387,6 +407,8 @@ def convolve_parts(
         return _convolved(x, weight, bias, padding, settings), target
     if way.strips is not None and not is_compiling():  # whose messages are no nodes
         return _by_strips(x, way.strips, weight, bias, settings), target
+    for dim, taps in reads.taps:
+        weight = weight.narrow(dim, taps[0], taps[1] - taps[0])
     return of_read(reads.fetch(x), weight, bias, reads.padding, target, settings), target
 
 

@@ -53,6 +53,10 @@ class Arguments:
             if isinstance(value, Tensor)
         ]
 
+    def leaves(self) -> list[Tensor]:
+        """The tensors among them that get gradients."""
+        return [value for _, value in self.tensors() if value.requires_grad]
+
     def described(self) -> dict[str, str]:
         """Where they go, and what each tensor is: the same words on workers with the same ones."""
         where = self.where
@@ -125,11 +129,24 @@ class Arguments:
         args, kwargs = self.with_tensors(whole if self.partition.active else nothing)
         return Arguments(args, kwargs, self.where)
 
-    def entered(self, layouts: list[Layout | None]) -> tuple[Any, Any]:
-        """What the converted model is called with: each tensor spread in its layout."""
+    def entered(self, layouts: list[Layout | None]) -> Arguments:
+        """What the converted model is called with: each tensor spread in its layout.
+
+        Spread ones get gradients that lie as they do: what is whole in a check only, like the
+        gradient of a whole input, is no part of a step.
+        """
 
         def enter(number: int, value: Tensor) -> Tensor:
-            layout, copy = layouts[number], value.clone()  # the model may change it
-            return copy if layout is None else spread(copy, layout)
+            layout = layouts[number]
+            if layout is None:
+                return value
+            entered = spread(value.detach(), layout)
+            # others have nothing of it
+            needs_grad = self.partition.active and value.requires_grad
+            return entered.detach().requires_grad_() if needs_grad else entered
 
-        return self.with_tensors(enter)
+        return Arguments(*self.with_tensors(enter), self.where)
+
+    def copies(self) -> tuple[Any, Any]:
+        """Arguments and keyword arguments for a call, in which the model may change them."""
+        return self.with_tensors(lambda number, value: value.clone())

@@ -118,7 +118,7 @@ def _run_both(
     converted: Any = distribute_module(copy, partition, fallback)
     layouts, arguments = given.layouts(), given.wholes()
     # here, since workers outside of the partition agree on spread tensors, too
-    entered = [arguments.entered(layouts) for _ in range(calls)]
+    entered = arguments.entered(layouts)
     first = converted.forward.conversion.stream.seed if partition.active else 0
     seeds = [first + number for number in range(calls)]
 

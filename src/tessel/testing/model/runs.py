@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from tessel import transport
 from tessel.nn.convert import Entrance
 from tessel.nn.region import HaloRegion
+from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import noted_gathers
 from tessel.tensor.rules.attention import noted_ways
 from tessel.tensor.shared_random import common_seed
 from tessel.tensor.table import in_backward
 from tessel.testing.drawing import drawing, plain
-from tessel.testing.memory import Memory, count_memory
+from tessel.testing.memory import Memory, count_memory, uncounted
 from tessel.testing.model.arguments import Arguments
 from tessel.testing.model.report import Difference, ModelReport, ModuleUse, difference, worst
 
@@ -81,6 +82,8 @@ def run_alone(
         with ExitStack() as stack:
             if number == 0:
                 trace = stack.enter_context(recorded(model))
+            if number == len(seeds) - 1:
+                stack.enter_context(new_gradients(*model.parameters(), *arguments.leaves()))
             memory = stack.enter_context(count_memory())
             args, kwargs = arguments.with_tensors(enter)
             seed_all(common_seed(seed))
@@ -97,7 +100,7 @@ def run_alone(
 def run_converted(
     model: nn.Module,
     arguments: Arguments,
-    entered: list[tuple[Any, Any]],
+    entered: Arguments,
     alone: OneProcess,
     loss: Loss,
     seeds: list[int],
@@ -107,23 +110,26 @@ def run_converted(
     Args:
         model: the converted one.
         arguments: whole ones, which get the gradients.
-        entered: the same spread, for each call.
+        entered: the same spread, as tensors that get gradients of their own.
         alone: what one process has.
         loss: of the output.
         seeds: of the random numbers, one for each call.
     """
     values: list[Difference] = []
-    for number, (args, kwargs) in enumerate(entered):
+    for number, seed in enumerate(seeds):
         with ExitStack() as stack:
+            if number == len(seeds) - 1:
+                stack.enter_context(new_gradients(*model.parameters(), *entered.leaves()))
             noted = stack.enter_context(noted_gathers())
             ways = stack.enter_context(noted_ways())
             memory = stack.enter_context(count_memory())
             if number == 0:  # the trace has the first call alone
                 compared = stack.enter_context(compared_with(alone.trace, model))
                 gathers = noted
-            if number == len(entered) - 1:  # gradients travel in buckets from the second call on
+            if number == len(seeds) - 1:  # gradients travel in buckets from the second call on
                 uses = stack.enter_context(measured(model, memory))
-            seed_all(common_seed(seeds[number]))
+            args, kwargs = entered.copies()
+            seed_all(common_seed(seed))
             start = transport.total_traffic().bytes_sent
             result = model(*args, **kwargs)
             attention = tuple(ways)  # without those of checkpoints, which attend again
@@ -135,6 +141,10 @@ def run_converted(
         worst(name, [each for each in values if each.name == name])
         for name in dict.fromkeys(each.name for each in values)
     ]
+    for (_, whole), (_, ours) in zip(arguments.tensors(), entered.tensors(), strict=True):
+        if isinstance(ours, SpreadTensor) and whole.requires_grad:
+            # all workers have a gradient of it, or none has
+            whole.grad = None if ours.grad is None else cast(SpreadTensor, ours.grad).full()
     values += of_state(model, arguments, alone)
     modules = dict(model.named_modules())
     used = []
@@ -243,17 +253,34 @@ def _derived(result: Any, loss: Loss) -> Outputs:
         outputs.append(("loss", value))
     elif roots:
         # no function of the table takes part in this: what seeds the pass is right in any case
-        torch.autograd.backward(roots, [_weights(each, k) for k, each in enumerate(roots)])
+        with uncounted():  # whole on every worker, which those of a user's loss are not
+            weights = [_weights(each, k) for k, each in enumerate(roots)]
+        torch.autograd.backward(roots, weights)
     return [(n, value.detach() if isinstance(value, Tensor) else value) for n, value in outputs]
 
 
 def _weights(like: Tensor, number: int) -> Tensor:
     """Fixed random numbers for an output, the same on all workers."""
-    # In a function of its own: what it draws is freed before the backward pass, whose peak counts.
     generator = torch.Generator().manual_seed(number)
     kind = torch.complex128 if like.dtype.is_complex else torch.float64
     weights = torch.randn(tuple(like.shape), generator=generator, dtype=kind)
     return (weights / max(1, weights.numel()) ** 0.5).to(like.device, like.dtype)
+
+
+@contextmanager
+def new_gradients(*tensors: Tensor) -> Iterator[None]:
+    """Gradients begin anew, as after `zero_grad()`; at the end those from before are added.
+
+    So a step makes its gradients, in one process and converted, and they count in its memory.
+    """
+    before = [(each, each.grad) for each in tensors]
+    for each, _ in before:
+        each.grad = None
+    yield
+    with torch.no_grad():
+        for each, grad in before:
+            if grad is not None:
+                each.grad = grad if each.grad is None else grad + each.grad
 
 
 @contextmanager
@@ -264,10 +291,11 @@ def recorded(model: nn.Module) -> Iterator[Trace]:
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():  # where a checkpoint computes again
             # Copies, since a later module may change what an earlier one gave.
-            copies = [
-                plain(value).detach().clone() if isinstance(value, Tensor) else value
-                for value in tree_leaves(opened(output))
-            ]
+            with uncounted():
+                copies = [
+                    plain(value).detach().clone() if isinstance(value, Tensor) else value
+                    for value in tree_leaves(opened(output))
+                ]
             trace.setdefault(name, []).append(copies)
 
     with _hooked(model, after=note):
@@ -279,6 +307,7 @@ def compared_with(trace: Trace, model: nn.Module) -> Iterator[dict[str, list[Dif
     """The differences of what the modules of a converted model give, call by call."""
     found: dict[str, list[Difference]] = {}
 
+    @uncounted()
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
