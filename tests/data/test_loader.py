@@ -212,10 +212,29 @@ def broken_off() -> None:
     other = numbers_loader({})
     with pytest.raises(ValueError, match="shuffle True"):
         other.load_state_dict(loader.state_dict())
+    ordered = numbers_loader({"sampler": True})
+    ordered.load_state_dict(other.state_dict())  # of an epoch that has not begun
+    for begun, resumed, words in ((ordered, other, "with"), (other, ordered, "without")):
+        next(iter(begun))
+        with pytest.raises(ValueError, match=f"saved in an epoch {words} sampler="):
+            resumed.load_state_dict(begun.state_dict())
 
 
 def test_a_loop_may_be_left(run: Run) -> None:
     run(broken_off, nprocs=2)
+
+
+def numbers_of_numpy() -> None:
+    own = np.int64 if tessel.world().rank else int
+    sampler = PartSampler(9, tessel.world(), 2, shuffle=True, seed=own(5))
+    sampler.set_epoch(own(2))
+    expected = PartSampler(9, tessel.world(), 2, shuffle=True, seed=5)
+    expected.set_epoch(2)
+    assert list(sampler.batches()) == list(expected.batches())
+
+
+def test_numbers_of_numpy_are_the_same_numbers(run: Run) -> None:
+    run(numbers_of_numpy, nprocs=2)
 
 
 def batch_sampler() -> list[Any]:
