@@ -105,7 +105,8 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
 
 def _by_table(call: TorchCall, found: list[Tensor]) -> list[State]:
     """The states that follow from the layouts in which the results of the whole tensors lie."""
-    sharding = next(state for state in call.states if isinstance(state, Sharding))
+    sharding, _ = call.first_shard
+    assert sharding is not None
     layouts = layouts_after(call)
     if isinstance(layouts, str) or len(layouts) != len(found):
         return [call.lost(layouts if isinstance(layouts, str) else "")] * len(found)

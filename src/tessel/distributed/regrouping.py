@@ -23,7 +23,7 @@ def reshaped(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) 
         return call.lost("to a dtype of another width")
     new = tuple(result.shape)
     regrouped = _regrouped_one if shape[sharding.dim] == 1 else _regrouped
-    known, sizes = regrouped(call, sharding, shape, new), call.rest(1, "shape", "size")
+    known, sizes = regrouped(call, sharding, shape, new), call.rest("shape", "size")
     if isinstance(known, Sharding) or -1 not in sizes:
         return known
     # The split dimension goes where the length is left open: numbers are the same on all workers.

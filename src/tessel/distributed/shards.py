@@ -328,10 +328,10 @@ def drop_shardings(state: dict[str, Any], prefix: str, names: Iterable[str]) -> 
             state[prefix + name] = as_plain(state[prefix + name])
 
 
-def sharding_of(x: Tensor, label: str = "this tensor") -> Sharding | None:
-    """The sharding of a tensor, or None; ValueError in the name of `label` if it was lost."""
+def sharding_of(x: Tensor) -> Sharding | None:
+    """The sharding of a tensor, or None; ValueError if it was lost."""
     state = state_of(x)
-    check_known(state, label)
+    check_known(state, "this tensor")
     assert not isinstance(state, UnknownSharding)
     return state
 
