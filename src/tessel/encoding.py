@@ -242,7 +242,7 @@ class _Decoder:
             except (TypeError, OverflowError) as error:  # of what has no hash, or is no length
                 raise ValueError(f"these items do not form a container: {error}") from error
         if tag == b":":
-            return slice(*self._several(3, depth))
+            return slice(*self._three(depth))
         if tag == b"C":
             name = str(self.take(self.length()), "utf-8")
             cls, items = _classes.get(name), self.value(depth + 1)
@@ -256,14 +256,14 @@ class _Decoder:
             return self._tensor(depth)
         raise ValueError(f"byte {self.place - 1} does not start a value: {tag!r}")
 
-    def _several(self, count: int, depth: int) -> tuple[Any, ...]:
+    def _three(self, depth: int) -> tuple[Any, ...]:
         items = self.value(depth + 1)
-        if not isinstance(items, tuple) or len(items) != count:
-            raise ValueError(f"expected {count} values before byte {self.place}")
+        if not isinstance(items, tuple) or len(items) != 3:
+            raise ValueError(f"expected 3 values before byte {self.place}")
         return items
 
     def _tensor(self, depth: int) -> Tensor:
-        name, shape, device = self._several(3, depth)
+        name, shape, device = self._three(depth)
         dtype = dtype_named(name) if isinstance(name, str) else None
         if dtype is None or device not in _DEVICES or not isinstance(shape, tuple):
             raise ValueError(f"there is no tensor of {name}, shape {shape} on {device}")
