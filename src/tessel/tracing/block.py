@@ -167,29 +167,34 @@ class TracedBlock:
         if self.num_workers == 1:
             _write(self.path, merge([part], 1))
             return
+        files = [_beside(self.path, worker) for worker in range(self.num_workers)]
         with suppress(OSError):  # what ends the block says more than that a disk is full
-            _write(_beside(self.path, self.worker), part)
-            self._merge_parts()
+            _write(files[self.worker], part)
+            with locked(self.path.parent.resolve()):  # one at a time: the last one sees all parts
+                found = []
+                for file in files:
+                    with suppress(OSError, ValueError):
+                        found.append(json.loads(file.read_bytes()))
+                parts = [each for each in found if each["token"] == self.token]
+                if parts:  # else another worker has seen all, this one's as well
+                    _write(self.path, merge(parts, self.num_workers))
+                if len(parts) == self.num_workers:
+                    for file in files:
+                        file.unlink(missing_ok=True)
 
-    def _merge_parts(self) -> None:
-        # One at a time, so that the last one sees all parts; the lock is on the folder, which
-        # leaves no file behind.
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            found = []
-            for worker in range(self.num_workers):
-                with suppress(OSError, ValueError):
-                    found.append(json.loads(_beside(self.path, worker).read_bytes()))
-            parts = [each for each in found if each["token"] == self.token]
-            if not parts:
-                return  # another worker has seen all, this one's as well
-            _write(self.path, merge(parts, self.num_workers))
-            if len(parts) == self.num_workers:
-                for worker in range(self.num_workers):
-                    _beside(self.path, worker).unlink(missing_ok=True)
-        finally:
-            os.close(folder)
+
+@contextmanager
+def locked(folder: Path, waits: bool = True) -> Iterator[None]:
+    """A lock on a folder, which leaves no file behind, and which the system opens if we are killed.
+
+    OSError if it is no folder, or if somebody else has the lock and nobody is to wait.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def why_not(path: Path) -> str:
