@@ -139,8 +139,7 @@ class Shard(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         if id(self) in memo:
-            found: Shard = memo[id(self)]
-            return found
+            return memo[id(self)]
         with torch._C.DisableTorchFunctionSubclass():
             if not self.is_leaf:
                 raise RuntimeError(
@@ -499,8 +498,7 @@ def share(parameter: Tensor, partition: Partition) -> Tensor:
 
 def shared_by(parameter: Tensor) -> Partition | None:
     """The group that shares a parameter as one value, if that was noted."""
-    found: Partition | None = getattr(parameter, _SHARED, None)
-    return found
+    return getattr(parameter, _SHARED, None)
 
 
 def _become(fresh: Tensor, sharding: Sharding | UnknownSharding) -> Shard:

@@ -87,8 +87,7 @@ class OperatorTask:
         """How many operations it takes on a local tensor of this shape."""
         if self.terms:
             return sum(count_flops(each.expand(self.dims[0]), shape) for each in self.terms)
-        found: float = self.actor.flops(shape, self.dims)
-        return found
+        return self.actor.flops(shape, self.dims)
 
     def resized(self, shape: Shape) -> Shape:
         """The shape of the result for a tensor of this shape."""

@@ -124,8 +124,7 @@ def signed(data: bytes, path: Path) -> dict[str, int] | None:
     sums, _, checksum = after.rpartition(b"\n")
     if hashlib.sha256(before + mark + sums).hexdigest().encode() != checksum:
         raise ValueError(f"{path} is damaged: it is not what was written")
-    found: dict[str, int] = json.loads(sums)
-    return found
+    return json.loads(sums)
 
 
 class _Unpickler(pickle.Unpickler):

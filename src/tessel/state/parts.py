@@ -55,25 +55,21 @@ def relocator(
     if rank0_only or missing:
         places.agree(call, (), missing)
     given: Mapping[str, Any] = state if needs and state is not None else {}
-    if not rank0_only:
-        return given, _taking(places)
-    return _receiving(places, given, "cpu" if parameter is None else parameter.device)
-
-
-def _taking(places: Places) -> Change:
-    """What takes this worker's parts out of whole values; what shares memory does so afterwards."""
+    if rank0_only:
+        return _receiving(places, given, "cpu" if parameter is None else parameter.device)
     known: dict[Any, Tensor] = {}
 
     def take(value: Any, layout: Layout | None) -> Any:
         if layout is None or not isinstance(value, Tensor) or not places.is_apart(layout):
             return value
-        # by memory, not by identity: `state_dict` detaches tied weights once for each name
+        # What shares memory does so afterwards, and is known by it: `state_dict` detaches tied
+        # weights once for each name.
         key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), layout)
         if key not in known:
             known[key] = layout.local_part(as_plain(value).detach()).clone()
         return known[key]
 
-    return take
+    return given, take
 
 
 def _receiving(
