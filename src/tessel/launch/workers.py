@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Self, SupportsIndex, TypeVar
 
-from tessel.launch.environment import Environment
+from tessel.launch.environment import OUTPUTS, Environment, flush_outputs
 from tessel.launch.forkserver import GRACE, ForkServer, fork_forkserver, shared_forkserver
 from tessel.launch.message import Call
-from tessel.launch.outputs import OUTPUTS, flush_outputs
 from tessel.launch.process import (
     WorkerProcess,
     await_ends,
