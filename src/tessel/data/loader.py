@@ -146,7 +146,7 @@ class PartLoader:
         self.sampler.finish()
 
     def _outcomes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
-        """What gives the parts of each batch, or raises: read by processes, a thread, or now."""
+        """For each batch what returns its parts, read by processes, by a thread, or when asked."""
 
         def by_processes() -> Iterator[Parts | None]:
             yield from DataLoader(

@@ -22,7 +22,7 @@ Change = Callable[[Any, Layout | None], Any]
 
 
 def collector(places: Places, rank0_only: bool, cpu_offload: bool) -> Change:
-    """What puts values together on all workers, or on the first; one value once."""
+    """A function that puts values together on all workers, or on the first; each value once."""
     target = places.first if rank0_only else places.row
     known: dict[int, Tensor] = {}  # by identity: tied weights travel once and stay tied
 
@@ -47,7 +47,7 @@ def relocator(
     call: str,
     parameter: Tensor | None,
 ) -> tuple[Mapping[str, Any], Change]:
-    """The outline of a state, on all workers, and what gives this worker its parts of it."""
+    """The outline of a state, on all workers, and the function that gives this worker its parts."""
     needs = not rank0_only or places.first.active
     missing = ["expected the whole state, got None"] if needs and state is None else []
     # Before anything is sent, all hear that the first worker has a state. Where each brings one of
