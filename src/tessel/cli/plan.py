@@ -106,7 +106,7 @@ def execute(args: argparse.Namespace) -> int:
             wide.print(choice.explanation)
         if args.picture:
             choice.explanation.save(args.picture)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"tessel plan: {error}", file=sys.stderr)
         return 2
     return 0
