@@ -259,7 +259,7 @@ def _pointwise(call: TorchCall, result: Tensor) -> State:
 
 
 @_rule(_OF_SEVERAL, "_weight_norm")
-def _weight_norm(call: TorchCall, result: Tensor) -> State:
+def _normed_rows(call: TorchCall, result: Tensor) -> State:
     """Rows of a weight, each with a norm of its own, may be split."""
     state, of_norm = call.states[:2]
     dim = int(call.argument(2, "dim", default=0))

@@ -148,12 +148,20 @@ class TracedBlock:
         try:
             self._compare_clocks()
             part["clock"] = self.clock
-            parts = _collected(part)
+            said = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
+            everyone, first = world(), Partition((0,), (1,))
+            lengths = [length for _, length in sorted(tell(everyone, len(said)).items())]
+            everywhere = Layout.blocks_along(everyone, (0,), [(length,) for length in lengths])
+            own = torch.from_numpy(np.frombuffer(said, np.uint8).copy())
+            with torch.no_grad():
+                flat = Move(everywhere, Layout.whole(first, (sum(lengths),)))(own)
         except WorkerLost:
             # This one has done its work: the next call of the job raises, and says the same.
             self._write_part(part)
             return
         if self.worker == 0:
+            pieces = flat.split(lengths)
+            parts = [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
             _write(self.path, merge(parts, self.num_workers))
 
     def end_alone(self) -> None:
@@ -218,22 +226,6 @@ def _write(path: Path, content: Any) -> None:
     half = path.with_name(f".{path.name}.{os.getpid()}")
     half.write_text(json.dumps(content, separators=(",", ":")))
     os.replace(half, path)
-
-
-def _collected(part: Part) -> list[Part]:
-    """The parts of all workers, on the first one; nothing on others."""
-    said = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
-    partition = world()
-    lengths = [length for _, length in sorted(tell(partition, len(said)).items())]
-    everywhere = Layout.blocks_along(partition, (0,), [(length,) for length in lengths])
-    first = Partition((0,), (1,))
-    own = torch.from_numpy(np.frombuffer(said, np.uint8).copy())
-    with torch.no_grad():
-        flat = Move(everywhere, Layout.whole(first, (sum(lengths),)))(own)
-    if not first.active:
-        return []
-    pieces = flat.split(lengths)
-    return [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
 
 
 _program: TracedBlock | None = None
