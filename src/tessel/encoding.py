@@ -179,6 +179,23 @@ def _write_tensor(value: Tensor, pieces: list[bytes]) -> None:
         _run(b"b", tensor_bytes(value), pieces)
 
 
+def _device_named(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"there is no device {name!r}") from error
+
+
+# what is a length and as many bytes, and how the bytes are read
+_RUNS: dict[bytes, Callable[[memoryview], Any]] = {
+    b"i": lambda data: int.from_bytes(data, "little", signed=True),
+    b"b": bytes,
+    b"s": lambda data: str(data, "utf-8", "surrogatepass"),
+    b"D": lambda data: dtype_named(str(data, "utf-8")),
+    b"V": lambda data: _device_named(str(data, "utf-8")),
+}
+
+
 def _run(tag: bytes, data: bytes | memoryview, pieces: list[bytes]) -> None:
     pieces.append(tag + _LENGTH.pack(len(data)))
     pieces.append(data)  # type: ignore[arg-type]  # join takes any buffer
@@ -208,24 +225,12 @@ class _Decoder:
         tag = bytes(self.take(1))
         if tag in _CONSTANTS:
             return _CONSTANTS[tag]
-        if tag == b"i":
-            return int.from_bytes(self.take(self.length()), "little", signed=True)
+        if tag in _RUNS:
+            return _RUNS[tag](self.take(self.length()))
         if tag == b"f":
             return _FLOAT.unpack(self.take(_FLOAT.size))[0]
         if tag == b"c":
             return complex(*_COMPLEX.unpack(self.take(_COMPLEX.size)))
-        if tag == b"b":
-            return bytes(self.take(self.length()))
-        if tag == b"s":
-            return str(self.take(self.length()), "utf-8", "surrogatepass")
-        if tag == b"D":
-            return dtype_named(str(self.take(self.length()), "utf-8"))
-        if tag == b"V":
-            name = str(self.take(self.length()), "utf-8")
-            try:
-                return torch.device(name)
-            except RuntimeError as error:
-                raise ValueError(f"there is no device {name!r}") from error
         if tag in _MAPPINGS:
             entries = _MAPPINGS[tag]()
             for _ in range(self.length()):
