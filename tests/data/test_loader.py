@@ -277,6 +277,31 @@ def test_what_one_worker_cannot_read_raises_on_all(run: Run) -> None:
     run(fail_and_go_on, nprocs=2)
 
 
+def no_room(folder: str) -> None:
+    """The device of one worker has no room for what it has read."""
+    right, rank = torch.Tensor.to, tessel.world().rank
+
+    def to(x: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        if rank == 1 and x.dtype == torch.float64:
+            raise torch.OutOfMemoryError("no room")
+        return right(x, *args, **settings)
+
+    path = f"{folder}/x"
+    tessel.save(torch.ones(4, dtype=torch.float64), path)
+    loader = PartLoader(PartDataset(FromArray(np.ones((2, 4))), grid_of(1, 2)), device="cpu")
+    try:
+        torch.Tensor.to = to  # type: ignore[assignment, method-assign]
+        for act in (lambda: list(loader), lambda: tessel.load(path, grid_of(2), device="cpu")):
+            assert raised(act, RuntimeError).endswith("on worker 1, OutOfMemoryError: no room")
+    finally:
+        torch.Tensor.to = right  # type: ignore[method-assign]
+    assert len(list(loader)) == 2
+
+
+def test_no_room_on_the_device_of_one_worker(run: Run, tmp_path: Path) -> None:
+    run(no_room, str(tmp_path), nprocs=2)
+
+
 def different() -> None:
     P, x = tessel.world(), images()
     rank, grid = P.rank or 0, grid_of(1, 1, 2, 1)
