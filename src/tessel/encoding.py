@@ -179,20 +179,13 @@ def _write_tensor(value: Tensor, pieces: list[bytes]) -> None:
         _run(b"b", tensor_bytes(value), pieces)
 
 
-def _device_named(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"there is no device {name!r}") from error
-
-
 # what is a length and as many bytes, and how the bytes are read
 _RUNS: dict[bytes, Callable[[memoryview], Any]] = {
     b"i": lambda data: int.from_bytes(data, "little", signed=True),
     b"b": bytes,
     b"s": lambda data: str(data, "utf-8", "surrogatepass"),
     b"D": lambda data: dtype_named(str(data, "utf-8")),
-    b"V": lambda data: _device_named(str(data, "utf-8")),
+    b"V": lambda data: torch.device(str(data, "utf-8")),
 }
 
 
@@ -226,7 +219,10 @@ class _Decoder:
         if tag in _CONSTANTS:
             return _CONSTANTS[tag]
         if tag in _RUNS:
-            return _RUNS[tag](self.take(self.length()))
+            try:
+                return _RUNS[tag](self.take(self.length()))
+            except RuntimeError as error:  # torch's, of a device that there is not
+                raise ValueError(f"{error}") from error
         if tag == b"f":
             return _FLOAT.unpack(self.take(_FLOAT.size))[0]
         if tag == b"c":

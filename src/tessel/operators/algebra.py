@@ -122,7 +122,15 @@ class ParOperator:
         if isinstance(argument, Tensor):
             return self.apply(argument)
         if isinstance(argument, np.ndarray):
-            return self.apply(_as_tensor(argument))
+            forward = all(step >= 0 for step in argument.strides)
+            try:  # in the same memory where torch can
+                x = torch.as_tensor(argument if forward else argument.copy())
+            except TypeError as error:
+                raise TypeError(
+                    f"an array of {argument.dtype} is not a tensor; operators take arrays of "
+                    f"real or complex numbers"
+                ) from error
+            return self.apply(x)
         return self.bind(argument)
 
     @cached_property
@@ -316,17 +324,6 @@ class Composition(Composed, ParOperator):
 
     def __repr__(self) -> str:
         return " @ ".join(_bracketed(each) for each in self.factors)
-
-
-def _as_tensor(x: np.ndarray[Any, Any]) -> Tensor:
-    """An array of numpy as a tensor, in the same memory where torch can."""
-    try:
-        return torch.as_tensor(x if all(step >= 0 for step in x.strides) else x.copy())
-    except TypeError as error:
-        raise TypeError(
-            f"an array of {x.dtype} is not a tensor; operators take arrays of "
-            f"real or complex numbers"
-        ) from error
 
 
 class Kronecker(ParOperator):
