@@ -72,3 +72,9 @@ def test_every_move_can_be_drawn(run: Run, tmp_path: Path) -> None:
     assert captions[0] == "nothing is sent"
     assert captions[1] == "8 messages, 68 B in all: 3 of 12 B, 3 of 8 B, 2 of 4 B"
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_layout_of_nothing_is_drawn_without_a_warning() -> None:
+    axes = draw_layout(Layout.whole(world(), (0, 5)))
+    assert axes.get_ylim() == (1.0, 0.0) and not axes.patches

@@ -179,6 +179,16 @@ def _write_tensor(value: Tensor, pieces: list[bytes]) -> None:
         _run(b"b", tensor_bytes(value), pieces)
 
 
+# what is a length and as many bytes, and how the bytes are read
+_RUNS: dict[bytes, Callable[[memoryview], Any]] = {
+    b"i": lambda data: int.from_bytes(data, "little", signed=True),
+    b"b": bytes,
+    b"s": lambda data: str(data, "utf-8", "surrogatepass"),
+    b"D": lambda data: dtype_named(str(data, "utf-8")),
+    b"V": lambda data: torch.device(str(data, "utf-8")),
+}
+
+
 def _run(tag: bytes, data: bytes | memoryview, pieces: list[bytes]) -> None:
     pieces.append(tag + _LENGTH.pack(len(data)))
     pieces.append(data)  # type: ignore[arg-type]  # join takes any buffer
@@ -208,24 +218,15 @@ class _Decoder:
         tag = bytes(self.take(1))
         if tag in _CONSTANTS:
             return _CONSTANTS[tag]
-        if tag == b"i":
-            return int.from_bytes(self.take(self.length()), "little", signed=True)
+        if tag in _RUNS:
+            try:
+                return _RUNS[tag](self.take(self.length()))
+            except RuntimeError as error:  # torch's, of a device that there is not
+                raise ValueError(f"{error}") from error
         if tag == b"f":
             return _FLOAT.unpack(self.take(_FLOAT.size))[0]
         if tag == b"c":
             return complex(*_COMPLEX.unpack(self.take(_COMPLEX.size)))
-        if tag == b"b":
-            return bytes(self.take(self.length()))
-        if tag == b"s":
-            return str(self.take(self.length()), "utf-8", "surrogatepass")
-        if tag == b"D":
-            return dtype_named(str(self.take(self.length()), "utf-8"))
-        if tag == b"V":
-            name = str(self.take(self.length()), "utf-8")
-            try:
-                return torch.device(name)
-            except RuntimeError as error:
-                raise ValueError(f"there is no device {name!r}") from error
         if tag in _MAPPINGS:
             entries = _MAPPINGS[tag]()
             for _ in range(self.length()):
@@ -242,7 +243,7 @@ class _Decoder:
             except (TypeError, OverflowError) as error:  # of what has no hash, or is no length
                 raise ValueError(f"these items do not form a container: {error}") from error
         if tag == b":":
-            return slice(*self._several(3, depth))
+            return slice(*self._three(depth))
         if tag == b"C":
             name = str(self.take(self.length()), "utf-8")
             cls, items = _classes.get(name), self.value(depth + 1)
@@ -256,14 +257,14 @@ class _Decoder:
             return self._tensor(depth)
         raise ValueError(f"byte {self.place - 1} does not start a value: {tag!r}")
 
-    def _several(self, count: int, depth: int) -> tuple[Any, ...]:
+    def _three(self, depth: int) -> tuple[Any, ...]:
         items = self.value(depth + 1)
-        if not isinstance(items, tuple) or len(items) != count:
-            raise ValueError(f"expected {count} values before byte {self.place}")
+        if not isinstance(items, tuple) or len(items) != 3:
+            raise ValueError(f"expected 3 values before byte {self.place}")
         return items
 
     def _tensor(self, depth: int) -> Tensor:
-        name, shape, device = self._several(3, depth)
+        name, shape, device = self._three(depth)
         dtype = dtype_named(name) if isinstance(name, str) else None
         if dtype is None or device not in _DEVICES or not isinstance(shape, tuple):
             raise ValueError(f"there is no tensor of {name}, shape {shape} on {device}")

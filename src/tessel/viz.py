@@ -295,7 +295,7 @@ class _Canvas:
 
     def __init__(self, ax: Axes, paper: _Paper, title: str) -> None:
         self.ax, self.paper = ax, paper
-        height, width = paper.extent
+        height, width = (length or 1.0 for length in paper.extent)  # also of an empty tensor
         ax.set_xlim(0, width)
         ax.set_ylim(height, 0)
         ax.set_aspect("equal")

@@ -6,6 +6,7 @@ Tests `cli/run.py`, `cli/plan.py`, `cli/demo.py`, `cli/doctor.py`, `cli/bench.py
 import contextlib
 import io
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_run_refuses_what_it_cannot_run(argv: list[str]) -> None:
 def test_counts_are_whole_numbers(option: str, count: str) -> None:
     found, errors = outcome(lambda: main(["run", f"{option}={count}", __file__]))
     assert found == 2 and "expected 1 or more, got" in errors
+
+
+def test_a_picture_needs_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "absent" / "plan.png"
+    options = ["--shape=4,4", "--workers=2", f"--picture={target}"]
+    found, errors = outcome(lambda: main(["plan", *options]))
+    assert found == 2 and "tessel plan: " in errors and str(target) in errors
 
 
 texts = st.text("0123456789,x -", max_size=6) | st.sampled_from(["64,64", "8", "4", "0,0", "-1"])

@@ -212,10 +212,29 @@ def broken_off() -> None:
     other = numbers_loader({})
     with pytest.raises(ValueError, match="shuffle True"):
         other.load_state_dict(loader.state_dict())
+    ordered = numbers_loader({"sampler": True})
+    ordered.load_state_dict(other.state_dict())  # of an epoch that has not begun
+    for begun, resumed, words in ((ordered, other, "with"), (other, ordered, "without")):
+        next(iter(begun))
+        with pytest.raises(ValueError, match=f"saved in an epoch {words} sampler="):
+            resumed.load_state_dict(begun.state_dict())
 
 
 def test_a_loop_may_be_left(run: Run) -> None:
     run(broken_off, nprocs=2)
+
+
+def numbers_of_numpy() -> None:
+    own = np.int64 if tessel.world().rank else int
+    sampler = PartSampler(9, tessel.world(), 2, shuffle=True, seed=own(5))
+    sampler.set_epoch(own(2))
+    expected = PartSampler(9, tessel.world(), 2, shuffle=True, seed=5)
+    expected.set_epoch(2)
+    assert list(sampler.batches()) == list(expected.batches())
+
+
+def test_numbers_of_numpy_are_the_same_numbers(run: Run) -> None:
+    run(numbers_of_numpy, nprocs=2)
 
 
 def batch_sampler() -> list[Any]:
@@ -256,6 +275,31 @@ def fail_and_go_on() -> None:
 
 def test_what_one_worker_cannot_read_raises_on_all(run: Run) -> None:
     run(fail_and_go_on, nprocs=2)
+
+
+def no_room(folder: str) -> None:
+    """The device of one worker has no room for what it has read."""
+    right, rank = torch.Tensor.to, tessel.world().rank
+
+    def to(x: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        if rank == 1 and x.dtype == torch.float64:
+            raise torch.OutOfMemoryError("no room")
+        return right(x, *args, **settings)
+
+    path = f"{folder}/x"
+    tessel.save(torch.ones(4, dtype=torch.float64), path)
+    loader = PartLoader(PartDataset(FromArray(np.ones((2, 4))), grid_of(1, 2)), device="cpu")
+    try:
+        torch.Tensor.to = to  # type: ignore[assignment, method-assign]
+        for act in (lambda: list(loader), lambda: tessel.load(path, grid_of(2), device="cpu")):
+            assert raised(act, RuntimeError).endswith("on worker 1, OutOfMemoryError: no room")
+    finally:
+        torch.Tensor.to = right  # type: ignore[method-assign]
+    assert len(list(loader)) == 2
+
+
+def test_no_room_on_the_device_of_one_worker(run: Run, tmp_path: Path) -> None:
+    run(no_room, str(tmp_path), nprocs=2)
 
 
 def different() -> None:

@@ -1,7 +1,7 @@
 """Local workers: results, failures, and that nothing is left behind.
 
 Tests `launch/workers.py`, `launch/worker.py`, `launch/process.py`, `launch/forkserver.py`,
-`launch/fork.py`, `launch/task.py`, `launch/environment.py`, `launch/outputs.py`.
+`launch/fork.py`, `launch/task.py`, `launch/environment.py`.
 """
 
 import contextlib

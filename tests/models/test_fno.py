@@ -1,6 +1,6 @@
 """The Fourier neural operator against the same network, written by hand, in one process.
 
-Tests `models/fno.py`, `models/model.py`, `models/spectral.py`, `models/weights.py`.
+Tests `models/fno.py`, `models/spectral.py`, `models/weights.py`.
 """
 
 from __future__ import annotations

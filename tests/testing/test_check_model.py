@@ -83,6 +83,9 @@ class Noisy(nn.Module):
         x = F.dropout(x, 0.2) * torch.empty(x.shape[0], 1, 1, dtype=x.dtype).bernoulli_(0.7)
         x = x * x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.7) + x.new_empty(x.shape).normal_()
         x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
+        moved = torch.zeros(x.shape, dtype=x.dtype)  # spread from the write of parts on
+        moved[:, 1:] = x[:, :-1]
+        x = x + F.dropout(moved, 0.2)
         return x * random.random() * np.random.rand()
 
 

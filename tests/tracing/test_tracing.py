@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tessel
 from tessel.cli import main as command
-from tessel.cli.trace import read
+from tessel.cli.trace import loaded, read
 from tessel.tracing import clocks, recorder
 from tessel.tracing.merged import kind_of
 from tessel.transport import ReceiveBuffer, SendBuffer
@@ -160,7 +160,7 @@ def test_on_other_ways(in_new_job: Run, tmp_path: Path, settings: dict[str, str]
     for worker, (sent, _) in enumerate(counted):
         own = (e["args"].get("bytes_sent", 0) for e in events if e["pid"] == worker)
         assert sum(own) == sent
-    waits = read(path).waits
+    waits = read(loaded(path)).waits
     assert waits[0][1] > 0.25 and waits[2][1] > 0.25
     ways = {e["args"]["by"] for e in events if e["cat"] == "moving"}
     wanted = {"transport": "gloo", "engine": "shared memory", "check": "engine"}
@@ -171,7 +171,7 @@ def test_on_other_ways(in_new_job: Run, tmp_path: Path, settings: dict[str, str]
 def test_a_sleeper_is_waited_for(run: Run, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "run.json"
     run(train, str(path), 3, 1, nprocs=3, timeout=120)
-    found = read(path)
+    found = read(loaded(path))
     for worker in (0, 2):
         assert found.waits[worker][1] > 0.25
         waits = [e for e in events_of(path) if e["pid"] == worker and e["cat"] == "waiting"]
@@ -333,7 +333,7 @@ def test_a_worker_that_dies_leaves_the_part_of_the_others(tmp_path: Path) -> Non
         tessel.launch(dying, 3, str(path), timeout=120)
     trace = check_form(path, 3)
     assert trace["tessel"]["missing"] == [1]
-    found = read(path)
+    found = read(loaded(path))
     assert found.workers == (0, 2)
     assert found.waits[0].get(1, 0.0) > 0  # in vain
 
@@ -483,7 +483,7 @@ def test_clocks_of_two_hosts_are_compared(run: Run, tmp_path: Path) -> None:
     assert len(offsets["1"]) == 2  # at the beginning and at the end
     for _, offset in offsets["1"]:
         assert abs(offset + shift) < 5e7
-    assert read(path).waits[0][1] > 0.2
+    assert read(loaded(path)).waits[0][1] > 0.2
     waits = [e["dur"] for e in events_of(path) if e["cat"] == "waiting"]
     assert max(waits) < 4.5e6  # and not five seconds, by which the clocks differ
 

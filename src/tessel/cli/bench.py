@@ -126,8 +126,7 @@ def measure(claim: Claim, options: list[str], results: Path) -> dict[str, Any]:
     # In a process of its own, as if a user ran the script: nothing is left of the claim before it.
     code = subprocess.run(command).returncode
     if code == 0 and _written(saved) != before:
-        found: dict[str, Any] = json.loads(saved.read_text())
-        return found
+        return json.loads(saved.read_text())
     print(f"tessel bench: {claim.name} ended with exit code {code}", file=sys.stderr)
     return {"verdict": _FAILED, "cases": []}
 

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure the machine model of `tessel plan`, and store it in a file",
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="where --measure stores the model; its usual file else"
+        "--output",
+        metavar="FILE",
+        help="where --measure stores the model (default: as usual)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 

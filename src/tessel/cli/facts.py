@@ -78,8 +78,7 @@ def launch_problem() -> str | None:
 
 
 def _asked(ask: Callable[[], T]) -> T:
-    found: T = field(default_factory=ask)
-    return found
+    return field(default_factory=ask)
 
 
 @dataclass(frozen=True)

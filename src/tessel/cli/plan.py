@@ -54,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modes", type=lengths, help="fno: kept frequencies of each sign, such as 12 or 12,12,8"
     )
-    parser.add_argument("--batch", type=int, default=1, help="columns on each worker")
+    parser.add_argument("--batch", type=int, default=1, help="columns on each worker (default: 1)")
     parser.add_argument(
         "--anywhere", action="store_true", help="leave the result where the last step ends"
     )
     parser.add_argument(
-        "--machine", metavar="FILE", help="machine model, or jean-zay; that of this machine else"
+        "--machine", metavar="FILE", help="machine model, or jean-zay (default: this machine's)"
     )
     parser.add_argument(
         "--partition", type=lengths, help="predict for this partition, such as 64,64,1, alone"
@@ -106,7 +106,7 @@ def execute(args: argparse.Namespace) -> int:
             wide.print(choice.explanation)
         if args.picture:
             choice.explanation.save(args.picture)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"tessel plan: {error}", file=sys.stderr)
         return 2
     return 0

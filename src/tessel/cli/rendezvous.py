@@ -121,8 +121,7 @@ class HostRendezvous(RendezvousHandler):
 
 def rendezvous_of(parameters: RendezvousParameters) -> HostRendezvous:
     """The rendezvous that `tessel run` has made, as torch's launcher asks for one by its name."""
-    made: HostRendezvous = parameters.config["rendezvous"]
-    return made
+    return parameters.config["rendezvous"]
 
 
 rendezvous_handler_registry.register(BACKEND, rendezvous_of)

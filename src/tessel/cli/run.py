@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import fcntl
 import importlib.util
 import logging
 import os
@@ -51,7 +50,7 @@ from tessel.machine import ALLOCATORS, interface_of, loopback, usable_cores
 from tessel.operators.local_transform import LIBRARIES
 from tessel.settings import chosen, time_limit
 from tessel.tracing.block import VARIABLE as TRACE
-from tessel.tracing.block import why_not
+from tessel.tracing.block import locked, why_not
 from tessel.transport.copy_program import ENGINES
 from tessel.transport.job import TRANSPORTS
 
@@ -193,23 +192,12 @@ def reports_folder() -> Iterator[str]:
     A launcher holds a lock on its folder, which the system opens when it ends, however it ends.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_REPORTS}*"):
-        with contextlib.suppress(OSError), _locked(left):
+        with contextlib.suppress(OSError), locked(left, waits=False):
             status = left.lstat()
             if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _SECONDS_TO_LOCK:
                 shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_REPORTS) as folder, _locked(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix=_REPORTS) as folder, locked(Path(folder)):
         yield folder
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """A lock on a folder; OSError if somebody holds it, or it is none."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def check_command(args: argparse.Namespace, command: Sequence[str]) -> None:

@@ -48,14 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Read, print, draw, and return 2 for what is not a trace."""
     try:
-        found = read(args.file)
+        trace = loaded(args.file)
+        found = read(trace)
         if args.json:
             print(json.dumps(asdict(found), indent=2))
         else:
             wide_console().print(*tables(found), sep="\n")
         if not args.no_picture:
             target = args.picture or Path(args.file).with_suffix(".png")
-            draw(args.file).savefig(target, dpi=150)
+            draw(trace, found).savefig(target, dpi=150)
             print(f"the picture is in {target}", file=sys.stderr)
     except ImportError as error:  # without matplotlib the tables are still worth something
         print(f"tessel trace: {error}; --no-picture draws nothing", file=sys.stderr)
@@ -101,9 +102,8 @@ class Found:
     left_out: dict[int, int]
 
 
-def read(path: str | Path) -> Found:
-    """What a trace in a file says; ValueError if it is none."""
-    trace = _loaded(path)
+def read(trace: dict[str, Any]) -> Found:
+    """What a trace says."""
     events, about = trace["traceEvents"], trace["tessel"]
     workers = tuple(sorted({e["pid"] for e in events}))
     rows = {worker: dict.fromkeys(ROWS, 0.0) for worker in workers}
@@ -142,7 +142,8 @@ def read(path: str | Path) -> Found:
     )
 
 
-def _loaded(path: str | Path) -> dict[str, Any]:
+def loaded(path: str | Path) -> dict[str, Any]:
+    """The trace in a file; ValueError if it is none."""
     try:
         trace = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -205,9 +206,8 @@ def table_of_waits(found: Found) -> Table:
     return table
 
 
-def draw(path: str | Path) -> Figure:
-    """The trace as a picture: a line for each worker, coloured by what it does."""
-    trace, found = _loaded(path), read(path)
+def draw(trace: dict[str, Any], found: Found) -> Figure:
+    """A trace as a picture: a line for each worker, coloured by what it does."""
     events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] < len(ROWS)]
     length = max(found.seconds, 1e-9)
     figure = new_figure(14, 1.7 + 0.62 * len(found.workers))

@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from tessel import endings, transport
 from tessel.errors import WorkerLost
+from tessel.launch.environment import keep_lines_whole
 from tessel.launch.fork import die_with, exit_code
-from tessel.launch.outputs import keep_lines_whole
 from tessel.machine import keep_freed_memory
 from tessel.tracing import block
 

@@ -124,9 +124,10 @@ def load(
     with together(call):
         whole = {keys: shared_whole(world(), each.shape) for keys, each in stored.items()}
         parts = form.read(folder, {keys: targets[keys] or whole[keys] for keys in stored})
+        parts = {keys: part.to(device) for keys, part in parts.items()}
     found: dict[Keys, Any] = {}
     for keys, part in parts.items():
-        own, target = part.to(device).requires_grad_(stored[keys].requires_grad), targets[keys]
+        own, target = part.requires_grad_(stored[keys].requires_grad), targets[keys]
         found[keys] = own if target is None else Tensor(own, target)
     return nested(found)
 

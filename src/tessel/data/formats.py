@@ -109,9 +109,3 @@ def part_in(layout: Layout, x: Tensor) -> torch.Tensor:
         detached: Any = x.detach()
         part: torch.Tensor = detached.move_to(layout).local
     return part
-
-
-def is_writer(layout: Layout, worker: int) -> bool:
-    """Whether a worker is the first of those who have its part, where copies are shared."""
-    index = layout.partition.coordinates(worker)
-    return index is not None and not any(index[axis] for axis in layout.shared)

@@ -138,15 +138,15 @@ class PartLoader:
                     facts.append(repr([each.shape for each in layouts]))
                     kinds = zip(layouts, self.dataset.dtypes, strict=True)
                     parts = outcome() or [torch.empty(a.local_shape, dtype=b) for a, b in kinds]
-                if self._device is not None:
-                    parts = [each.to(self._device, non_blocking=True) for each in parts]
+                    if self._device is not None:  # where there may be no room
+                        parts = [each.to(self._device, non_blocking=True) for each in parts]
                 found = [Tensor(*each) for each in zip(parts, layouts, strict=True)]
                 self.sampler.advance(batch)
                 yield self.dataset._formed(found)
         self.sampler.finish()
 
     def _outcomes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
-        """What gives the parts of each batch, or raises: read by processes, a thread, or now."""
+        """For each batch what returns its parts, read by processes, by a thread, or when asked."""
 
         def by_processes() -> Iterator[Parts | None]:
             yield from DataLoader(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from operator import index as as_int
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class PartSampler(Sampler[list[int]]):
         batch_axis: int | None = 0,
     ) -> None:
         with together("PartSampler") as facts:
+            # also of numpy or torch: an order follows from how these numbers are written
+            seed = None if seed is None else as_int(seed)
             given = (length, partition, batch_size, shuffle, sampler is None, seed, drop_last)
             facts.append(repr((*given, batch_axis)))
             if shuffle and sampler is not None:
@@ -84,7 +87,7 @@ class PartSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from its beginning."""
-        self.epoch, self._taken, self._resumes = epoch, 0, False
+        self.epoch, self._taken, self._resumes = as_int(epoch), 0, False
         self._order = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +104,13 @@ class PartSampler(Sampler[list[int]]):
                     f"PartSampler: the state was saved with {name} {state[name]}, but this "
                     f"sampler has {getattr(self, name)}"
                 )
+        has_order, has_sampler = state["order"] is not None, self.sampler is not None
+        if has_order > has_sampler or (has_sampler > has_order and state["taken"]):
+            saved, here = ("with", "without") if has_order else ("without", "with")
+            raise ValueError(
+                f"PartSampler: the state was saved in an epoch {saved} sampler=, but this sampler "
+                f"was made {here} it, and would go on in another order"
+            )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._taken, self._order, self._resumes = state["taken"], state["order"], True
 

@@ -140,7 +140,21 @@ class _TensorMovement(Movement):
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         check_known(self.state, f"{self}")
         if self.name == "gather":
-            return gathering(self._parts(shapes))
+            sharding = self.state
+            if self.dim is None and sharding is None:
+                raise ValueError(f"{self}: the split dimension is unknown; pass it: gather(x, dim)")
+            ndim = len(shapes[self.P_x.ranks[0]])
+            dim, size = None if self.dim is None else self._place(ndim), None
+            if isinstance(sharding, Sharding):
+                dim, size = sharding.dim if dim is None else dim, sharding.size
+                if (sharding.dim, sharding.partition.ranks) != (dim, self.P_x.ranks):
+                    raise ValueError(
+                        f"{self}: this contradicts the sharding of the tensor; gather along its "
+                        "dimension and over its workers, or register another one with "
+                        "tessel.register_parallel_dim"
+                    )
+            assert dim is not None
+            return gathering(layout_of_parts(self.P_x, shapes, dim, size, f"{self}"))
         # all others are movements of a value that has to be whole on every worker
         if self.state is not None and not self._is_of_another_group:
             raise ValueError(
@@ -156,23 +170,6 @@ class _TensorMovement(Movement):
         if self.name == "scatter":
             return scattering(self.P_x, shape, self._place(len(shape)))
         return (copying if self.name == "copy" else reducing)(self.P_x, shape)
-
-    def _parts(self, shapes: Mapping[int, Shape]) -> Layout:
-        """How the shards lie that are gathered."""
-        sharding = self.state
-        if self.dim is None and sharding is None:
-            raise ValueError(f"{self}: the split dimension is unknown; pass it: gather(x, dim)")
-        ndim = len(shapes[self.P_x.ranks[0]])
-        if not isinstance(sharding, Sharding):
-            return layout_of_parts(self.P_x, shapes, self._place(ndim), None, f"{self}")
-        dim = sharding.dim if self.dim is None else self._place(ndim)
-        if (sharding.dim, sharding.partition.ranks) != (dim, self.P_x.ranks):
-            raise ValueError(
-                f"{self}: this contradicts the sharding of the tensor; gather along its "
-                "dimension and over its workers, or register another one with "
-                "tessel.register_parallel_dim"
-            )
-        return layout_of_parts(self.P_x, shapes, dim, sharding.size, f"{self}")
 
     def _place(self, ndim: int) -> int:
         """The dimension, counted from the front."""

@@ -105,7 +105,8 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
 
 def _by_table(call: TorchCall, found: list[Tensor]) -> list[State]:
     """The states that follow from the layouts in which the results of the whole tensors lie."""
-    sharding = next(state for state in call.states if isinstance(state, Sharding))
+    sharding, _ = call.first_shard
+    assert sharding is not None
     layouts = layouts_after(call)
     if isinstance(layouts, str) or len(layouts) != len(found):
         return [call.lost(layouts if isinstance(layouts, str) else "")] * len(found)
@@ -258,7 +259,7 @@ def _pointwise(call: TorchCall, result: Tensor) -> State:
 
 
 @_rule(_OF_SEVERAL, "_weight_norm")
-def _weight_norm(call: TorchCall, result: Tensor) -> State:
+def _normed_rows(call: TorchCall, result: Tensor) -> State:
     """Rows of a weight, each with a norm of its own, may be split."""
     state, of_norm = call.states[:2]
     dim = int(call.argument(2, "dim", default=0))

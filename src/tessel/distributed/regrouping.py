@@ -22,8 +22,7 @@ def reshaped(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) 
     if any(isinstance(each, torch.dtype) for each in call.args[1:]) and result.shape != shape:
         return call.lost("to a dtype of another width")
     new = tuple(result.shape)
-    regrouped = _regrouped_one if shape[sharding.dim] == 1 else _regrouped
-    known, sizes = regrouped(call, sharding, shape, new), call.rest(1, "shape", "size")
+    known, sizes = _regrouped(call, sharding, shape, new), call.rest("shape", "size")
     if isinstance(known, Sharding) or -1 not in sizes:
         return known
     # The split dimension goes where the length is left open: numbers are the same on all workers.
@@ -50,21 +49,18 @@ def flattened(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor)
     return _resized(sharding.at(start), prod(shape[sharding.dim + 1 : stop + 1]), 1)
 
 
-def _regrouped_one(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) -> State:
-    """A split dimension of length 1 could go anywhere, unless it stays among as many ones."""
-    start = sharding.dim - _ones_before(shape, sharding.dim)
-    stop = sharding.dim + 1 + _ones_before(shape[::-1], len(shape) - 1 - sharding.dim)
-    behind = len(shape) - start
-    if shape[:stop] == new[:stop] and new[stop : stop + 1] != (1,):
-        return sharding
-    if shape[start:] == new[-behind:] and new[-behind - 1 : -behind] != (1,):
-        return sharding.at(sharding.dim + len(new) - len(shape))
-    return call.lost("where the split dimension may be one or another")
-
-
 def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) -> State:
     """Where all dimensions up to the split one are as before, or all from it on, so is that."""
     after, place = sharding.dim + 1, sharding.dim + len(new) - len(shape)
+    if shape[sharding.dim] == 1:  # it could go anywhere, unless it stays among as many ones
+        start = sharding.dim - _ones_before(shape, sharding.dim)
+        stop = after + _ones_before(shape[::-1], len(shape) - after)
+        behind = len(shape) - start
+        if shape[:stop] == new[:stop] and new[stop : stop + 1] != (1,):
+            return sharding
+        if shape[start:] == new[-behind:] and new[-behind - 1 : -behind] != (1,):
+            return sharding.at(place)
+        return call.lost("where the split dimension may be one or another")
     found = set()
     if shape[:after] == new[:after] and prod(shape[after:]) == prod(new[after:]):
         found.add(sharding.dim)

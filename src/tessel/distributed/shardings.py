@@ -180,7 +180,7 @@ def state_of(x: Any) -> State:
         return state
     # what a transform put around a tensor has no attributes: the one inside of it has
     state = state_of(functorch.get_unwrapped(x))
-    if not isinstance(state, Sharding) or not _is_batched(x):
+    if not isinstance(state, Sharding) or not functorch.is_batchedtensor(x):
         return state
     batch = functorch.maybe_get_bdim(x)  # which the tensor outside does not count
     if batch == state.dim:
@@ -190,12 +190,9 @@ def state_of(x: Any) -> State:
 
 def is_wrapped(x: Any) -> bool:
     """Whether a transform of `torch.func` put a tensor of its own around another."""
-    return isinstance(x, Tensor) and (functorch.is_gradtrackingtensor(x) or _is_batched(x))
-
-
-def _is_batched(x: Tensor) -> bool:
-    found: bool = functorch.is_batchedtensor(x)
-    return found
+    return isinstance(x, Tensor) and (
+        functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x)
+    )
 
 
 def describe(state: State) -> str:

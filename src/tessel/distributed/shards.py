@@ -139,8 +139,7 @@ class Shard(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         if id(self) in memo:
-            found: Shard = memo[id(self)]
-            return found
+            return memo[id(self)]
         with torch._C.DisableTorchFunctionSubclass():
             if not self.is_leaf:
                 raise RuntimeError(
@@ -328,10 +327,10 @@ def drop_shardings(state: dict[str, Any], prefix: str, names: Iterable[str]) -> 
             state[prefix + name] = as_plain(state[prefix + name])
 
 
-def sharding_of(x: Tensor, label: str = "this tensor") -> Sharding | None:
-    """The sharding of a tensor, or None; ValueError in the name of `label` if it was lost."""
+def sharding_of(x: Tensor) -> Sharding | None:
+    """The sharding of a tensor, or None; ValueError if it was lost."""
     state = state_of(x)
-    check_known(state, label)
+    check_known(state, "this tensor")
     assert not isinstance(state, UnknownSharding)
     return state
 
@@ -499,8 +498,7 @@ def share(parameter: Tensor, partition: Partition) -> Tensor:
 
 def shared_by(parameter: Tensor) -> Partition | None:
     """The group that shares a parameter as one value, if that was noted."""
-    found: Partition | None = getattr(parameter, _SHARED, None)
-    return found
+    return getattr(parameter, _SHARED, None)
 
 
 def _become(fresh: Tensor, sharding: Sharding | UnknownSharding) -> Shard:

@@ -24,7 +24,7 @@ from tessel.core import boxes
 from tessel.core.linop import LinearOperator
 from tessel.distributed.propagation import EXTREMA
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, is_wrapped, state_of
-from tessel.distributed.torch_call import Shape, TorchCall, is_pointwise
+from tessel.distributed.torch_call import TorchCall, is_pointwise
 
 _WITHOUT_GRADIENT = frozenset(
     (
@@ -40,7 +40,7 @@ def check_uses(call: TorchCall) -> None:
     """Raise if a value that is whole on all workers needs a gradient, of which each has a part."""
     if call.base in _WITHOUT_GRADIENT or not torch.is_grad_enabled():
         return
-    sharding, shape = _first_sharding(call)
+    sharding, shape = call.first_shard
     pairs = zip(call.tensors, call.states, strict=True)
     plain = [tensor for tensor, state in pairs if state is None and tensor.requires_grad]
     if sharding is None or sharding.partition.size == 1 or not plain:
@@ -74,7 +74,7 @@ def check_classes(call: TorchCall) -> None:
     state = state_of(call.argument(0, "input"))
     if isinstance(state, UnknownSharding) and (state.partition is None or state.partition.size > 1):
         raise ValueError(f"the input of `{call.base}`: {state.remedy}; {_OWN_LOSS}")
-    sharding, shape = _first_sharding(call)
+    sharding, shape = call.first_shard
     if (
         sharding is not None
         and sharding.partition.size > 1
@@ -109,13 +109,6 @@ def check_factor(call: TorchCall) -> None:
             "number; if it is the same on every worker, as after tessel.distributed.reduce, "
             "register it: tessel.register_parallel_dim(number, None)"
         )
-
-
-def _first_sharding(call: TorchCall) -> tuple[Sharding | None, Shape]:
-    for state, shape in zip(call.states, call.shapes, strict=True):
-        if isinstance(state, Sharding):
-            return state, shape
-    return None, ()
 
 
 def traced_state(x: Any) -> State:

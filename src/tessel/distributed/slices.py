@@ -6,8 +6,6 @@ from operator import index as as_int
 
 from torch import Tensor
 
-from tessel.core import boxes
-
 
 def slices(
     tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
@@ -33,6 +31,5 @@ def slices(
         raise ValueError(f"slice: dim {place} is out of range for shape {tuple(tensor.shape)}")
     if parts < 1:
         raise ValueError(f"slice: expected at least one part, got num_partitions={parts}")
-    intervals = boxes.balanced(tensor.shape[place], parts)
-    cut = tuple(tensor.narrow(place, start, stop - start) for start, stop in intervals)
+    cut = tensor.tensor_split(parts, place)
     return tuple(part.contiguous() for part in cut) if contiguous else cut

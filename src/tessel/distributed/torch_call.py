@@ -78,9 +78,9 @@ class TorchCall:
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), default)
 
-    def rest(self, position: int, *names: str) -> tuple[Any, ...]:
-        """All arguments from a position on, which may also be given as one sequence."""
-        given = self.args[position:] or tuple(self.kwargs[n] for n in names if n in self.kwargs)
+    def rest(self, *names: str) -> tuple[Any, ...]:
+        """All arguments but the first, which may also be given as one sequence."""
+        given = self.args[1:] or tuple(self.kwargs[n] for n in names if n in self.kwargs)
         sequence = len(given) == 1 and isinstance(given[0], tuple | list)
         return tuple(given[0]) if sequence else given
 
@@ -95,12 +95,16 @@ class TorchCall:
         assert isinstance(sharding, Sharding)
         return sharding, self.shapes[shards[0]]
 
+    @property
+    def first_shard(self) -> tuple[Sharding | None, Shape]:
+        """The sharding and the shape of the first shard, or None if no tensor is one."""
+        pairs = zip(self.states, self.shapes, strict=True)
+        return next(((s, shape) for s, shape in pairs if isinstance(s, Sharding)), (None, ()))
+
     def lost(self, why: str = "") -> UnknownSharding:
         """The state of a result of which this function does not tell what it is."""
-        shardings = (state for state in self.states if isinstance(state, Sharding))
-        return UnknownSharding(
-            self.name, why, next((sharding.partition for sharding in shardings), None)
-        )
+        sharding, _ = self.first_shard
+        return UnknownSharding(self.name, why, None if sharding is None else sharding.partition)
 
 
 def targets(call: TorchCall) -> tuple[Tensor, ...]:

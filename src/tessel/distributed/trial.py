@@ -174,11 +174,8 @@ def _layout(call: TorchCall, number: int) -> Layout | None:
     if isinstance(state, Sharding):
         return layout_of(state, shape)
     if call.base in _BATCHED:
-        sharding, other = next(
-            (sharding, shape)
-            for sharding, shape in zip(call.states, call.shapes, strict=True)
-            if isinstance(sharding, Sharding)
-        )
+        sharding, other = call.first_shard
+        assert sharding is not None
         place = sharding.dim - len(other)
         if -len(shape) <= place < -2 and shape[place] == other[place]:
             return layout_of(sharding.at(place % len(shape)), shape)

@@ -12,7 +12,7 @@ each summand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,14 +104,9 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
     return Layout(partition, lengths, tuple(cuts), tuple(shared))
 
 
-@kept_in_job
-def _meshes() -> dict[tuple[Any, ...], Any]:
-    """The mesh of the last DTensor that came from the workers of a grid.
-
-    DTensors of meshes with other names cannot be combined. All workers make the same calls, so that
-    all of them know a mesh or none does.
-    """
-    return {}
+# The mesh of the last DTensor that came from the workers of a grid: DTensors of meshes with other
+# names cannot be combined. All workers make the same calls, so that all of them know it, or none.
+_meshes: Callable[[], dict[tuple[Any, ...], Any]] = kept_in_job(dict)
 
 
 def _key(partition: Partition, device_type: str) -> tuple[Any, ...]:

@@ -1,9 +1,10 @@
-"""Environment: what a call sees of the process that makes it."""
+"""Environment: what a call sees of the process that makes it, of which it has the outputs, too."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from tessel.machine import keep_freed_memory, loopback
 from tessel.settings import OF_TASKS
 
+OUTPUTS = [1, 2]  # the file descriptors of stdout and stderr
 _OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -67,3 +69,24 @@ class Environment(NamedTuple):
         keep_freed_memory()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
+
+
+def flush_outputs() -> None:
+    """Write out what Python holds back."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def redirect_outputs(fds: Sequence[int]) -> None:
+    """Let the outputs of this process go to other files, whose descriptors are used up."""
+    for output, fd in zip(OUTPUTS, fds, strict=True):
+        os.dup2(fd, output)
+        os.close(fd)
+
+
+def keep_lines_whole() -> None:
+    """Write line by line, so that the lines of several workers do not mix."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, write_through=False)

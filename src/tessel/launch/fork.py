@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from tessel.launch.outputs import flush_outputs
+from tessel.launch.environment import flush_outputs
 
 
 def fork(body: Callable[[], object]) -> int:

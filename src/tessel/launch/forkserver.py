@@ -21,9 +21,9 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
+from tessel.launch.environment import flush_outputs
 from tessel.launch.fork import die_with, fork, poll_fork
 from tessel.launch.message import receive_fds
-from tessel.launch.outputs import flush_outputs
 from tessel.launch.worker import work
 
 # Seconds that processes have to end by themselves.

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tessel import endings
+from tessel.launch.environment import OUTPUTS, flush_outputs, keep_lines_whole, redirect_outputs
 from tessel.launch.message import DUMP_STACKS, UNPICKLABLE, Call, Failure, Reply, receive, send
-from tessel.launch.outputs import OUTPUTS, flush_outputs, keep_lines_whole, redirect_outputs
 from tessel.launch.task import load_task
 from tessel.limits import time_limit
 

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Self, SupportsIndex, TypeVar
 
-from tessel.launch.environment import Environment
+from tessel.launch.environment import OUTPUTS, Environment, flush_outputs
 from tessel.launch.forkserver import GRACE, ForkServer, fork_forkserver, shared_forkserver
 from tessel.launch.message import Call
-from tessel.launch.outputs import OUTPUTS, flush_outputs
 from tessel.launch.process import (
     WorkerProcess,
     await_ends,
@@ -92,6 +91,7 @@ class Workers:
 
     Args:
         nprocs: the number of workers of a call that does not say otherwise.
+        timeout: seconds that a call may take if it does not say otherwise; None for any number.
         threads: torch threads of each worker; by default the cores are shared out evenly.
         backend: of the process group, as for `torch.distributed.init_process_group`.
         preload: names of modules that are imported once for all workers, before these are forked.
@@ -110,11 +110,12 @@ class Workers:
         self,
         nprocs: int,
         *,
+        timeout: float | None = None,
         threads: int | None = None,
         backend: str = "gloo",
         preload: Iterable[str] = (),
     ) -> None:
-        self.nprocs = _count("nprocs", nprocs)
+        self.nprocs, self.timeout = _count("nprocs", nprocs), timeout
         self.threads = None if threads is None else _count("threads", threads)
         self.backend = backend
         # A single text would be taken for one name per letter.
@@ -150,7 +151,7 @@ class Workers:
                 f"{task.name} or one of its arguments cannot be imported: define it at the top "
                 f"level of a module, or use tessel.launch(fn, nprocs, ...), which can fork"
             )
-        return self._run(task, nprocs, timeout)
+        return self._run(task, nprocs, self.timeout if timeout is None else timeout)
 
     def close(self) -> None:
         """End all workers."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
 from tessel.core import boxes
+from tessel.core.agreement import Agreement
+from tessel.core.graph import in_graphs
 from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import used
-from tessel.models.model import Model
+from tessel.machine import keep_freed_memory
 from tessel.models.spectral import (
     Modes,
     batch_first,
@@ -23,8 +26,9 @@ from tessel.models.spectral import (
     spread,
     usual_convolution,
 )
-from tessel.models.weights import Block, Mixing, Projection, SpectralWeight
-from tessel.nn.layer import Result
+from tessel.models.weights import Mixing, SpectralWeight
+from tessel.nn import buckets
+from tessel.nn.layer import ComputingLayer, Entry, Result, needs_of, parts_agreement
 from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
 from tessel.operators.space import COMPLEX_OF, Shape, checked_length
 from tessel.state import clip_grad_norm_
@@ -33,7 +37,7 @@ from tessel.transport import kept_in_job
 MAX_DIMS = 4  # of space
 
 
-class FNO(Model, torch.nn.Module):
+class FNO(ComputingLayer, torch.nn.Module):
     """A Fourier neural operator on tensors (batch, channels, *space) that are spread over workers.
 
     A lift to `width` channels, `blocks` of a spectral convolution plus a mixing of the channels at
@@ -116,12 +120,32 @@ class FNO(Model, torch.nn.Module):
         self.lift = mixing(self.width, self.in_channels)
         # Each spectral weight draws by a generator of its own, of which workers keep their parts.
         spectral = partial(SpectralWeight, P_x, self.width, self.modes, dtype=kind)
-        self.blocks = torch.nn.ModuleList(
-            Block(spectral(seed + 1 + k), mixing(self.width, self.width)) for k in range(blocks)
+        self.blocks: Any = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {"spectral": spectral(seed + 1 + k), "mix": mixing(self.width, self.width)}
+            )
+            for k in range(blocks)
         )
         inner, outer = mixing(self.hidden, self.width), mixing(self.out_channels, self.hidden)
-        self.projection = Projection(inner, outer)
+        self.projection: Any = torch.nn.ModuleDict({"inner": inner, "outer": outer})
         self.to(device)  # after drawing, which is done on the CPU: the same numbers on any device
+
+    def place_on(self, P_x: Partition) -> None:
+        super().place_on(P_x)
+        # In a plain process, too: pages that are cleared anew take half of the time of an FNO.
+        keep_freed_memory()
+        self.schedule = buckets.BucketSchedule()
+
+    @in_graphs()
+    def forward(self, input: Tensor) -> Tensor:
+        """As a layer does; gradients of shared parameters travel in few messages."""
+        if self.P_x.size == 1:  # whose gradients need no messages
+            return super().forward(input)
+        with buckets.in_buckets(self.schedule, self.parameters()):
+            return super().forward(input)
+
+    def fits_torch(self, layout: Layout, *others: Any) -> bool:
+        return False  # torch has no such model
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
         # Workers have agreed on the layout and the dtype: what is wrong raises on all of them.
@@ -139,7 +163,6 @@ class FNO(Model, torch.nn.Module):
             x = Move(layout, place.layout).apply(x)
         v = place.mix(x.movedim(0, -1), self.lift)  # (channels, *space, batch) from here
         for number, block in enumerate(self.blocks, 1):
-            assert isinstance(block, Block)
             v = place.convolve(v, block.spectral, self.modes) + place.mix(v, block.mix)
             v = gelu(v) if number < len(self.blocks) else v  # the projection has one of its own
         v = place.mix(gelu(place.mix(v, self.projection.inner)), self.projection.outer)
@@ -182,6 +205,25 @@ class FNO(Model, torch.nn.Module):
         (True, False)
         """
         return clip_grad_norm_(self, max_norm, partition=self.P_x)
+
+    def _agreement(self) -> Agreement[Entry]:
+        """One for the whole model, for each state in which all workers must be alike."""
+        needs, is_off = needs_of(self.parameters())
+        # Whether parameters need gradients decides on messages of the backward pass.
+        dtypes = (each.dtype for each in self.parameters())
+        kinds = (is_off, buckets.planned_uses(), *needs, *dtypes)
+        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        if kinds not in agreements:
+            label = f"{self.label} under torch.no_grad()" if is_off else self.label
+            agreements[kinds] = parts_agreement(
+                self.prepare(), self.P_x, label, f"{self!r} {kinds}"
+            )
+        return agreements[kinds]
+
+    @property
+    def label(self) -> str:
+        """The model in a few words, for messages."""
+        return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
         counts = ", ".join(map(str, self.modes.counts))

@@ -61,7 +61,7 @@ class Modes:
         return *(2 * count for count in self.counts[:-1]), self.counts[-1]
 
     def check(self, space: Shape) -> None:
-        """Raise if a tensor has not that many."""
+        """Raise ValueError if a tensor has fewer."""
         for dim, (count, length) in enumerate(zip(self.counts, space, strict=True)):
             if 2 * count > length:
                 raise ValueError(

@@ -79,19 +79,3 @@ class SpectralWeight(StoredInParts, torch.nn.Module):
 
     def extra_repr(self) -> str:
         return "×".join(map(str, self.layout.shape[:-1]))
-
-
-class Block(torch.nn.Module):
-    """What one block of a Fourier neural operator has."""
-
-    def __init__(self, spectral: SpectralWeight, mix: Mixing) -> None:
-        super().__init__()
-        self.spectral, self.mix = spectral, mix
-
-
-class Projection(torch.nn.Module):
-    """What the end of a Fourier neural operator has."""
-
-    def __init__(self, inner: Mixing, outer: Mixing) -> None:
-        super().__init__()
-        self.inner, self.outer = inner, outer

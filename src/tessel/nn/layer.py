@@ -107,7 +107,7 @@ class Layer(HasHandle):
         super().__init_subclass__(**settings)
         # `help` and editors would see *args of `__init__` above
         theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
-        if theirs is not None:
+        if theirs not in (None, torch.nn.Module):  # a model says all of its arguments itself
             # functions are asked, and not classes, which have a `__signature__` of their bases
             own, torchs = (
                 list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]

@@ -7,8 +7,9 @@ Applied, a tree becomes a list of tasks (`tasks.py`), in the order that computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -68,10 +69,15 @@ class ParOperator:
         return self
 
     def __matmul__(self, other: ParOperator) -> ParOperator:
-        return compose(self, other) if isinstance(other, ParOperator) else NotImplemented
+        if not isinstance(other, ParOperator):
+            return NotImplemented
+        left, right = self.sized(other.codomain.shape), other.sized(self.domain.shape)
+        return _joined(Composition, "factors", left, right)
 
     def __add__(self, other: ParOperator) -> ParOperator:
-        return add(self, other) if isinstance(other, ParOperator) else NotImplemented
+        if not isinstance(other, ParOperator):
+            return NotImplemented
+        return _joined(OperatorSum, "terms", self, other)
 
     def __radd__(self, other: Any) -> ParOperator:
         """So that `sum` adds operators."""
@@ -94,16 +100,16 @@ class ParOperator:
             )
         if isinstance(factor, np.generic):
             factor = factor.item()
-        return scale(factor, self) if isinstance(factor, int | float | complex) else NotImplemented
+        if not isinstance(factor, int | float | complex):
+            return NotImplemented
+        return lift(lambda each: Multiple(factor, each), self)
 
     def __truediv__(self, factor: Any) -> ParOperator:
         return (1 / factor) * self if isinstance(factor, int | float | complex) else NotImplemented
 
     def __mul__(self, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return self.apply(other)
-        if isinstance(other, np.ndarray):
-            return self.apply(_as_tensor(other))
+        if isinstance(other, Tensor | np.ndarray):
+            return self(other)
         if isinstance(other, ParOperator):
             raise TypeError(
                 f"{self} * {other} is not an operator: use A @ B for the product, kron(A, B) for "
@@ -116,7 +122,15 @@ class ParOperator:
         if isinstance(argument, Tensor):
             return self.apply(argument)
         if isinstance(argument, np.ndarray):
-            return self.apply(_as_tensor(argument))
+            forward = all(step >= 0 for step in argument.strides)
+            try:  # in the same memory where torch can
+                x = torch.as_tensor(argument if forward else argument.copy())
+            except TypeError as error:
+                raise TypeError(
+                    f"an array of {argument.dtype} is not a tensor; operators take arrays of "
+                    f"real or complex numbers"
+                ) from error
+            return self.apply(x)
         return self.bind(argument)
 
     @cached_property
@@ -153,7 +167,7 @@ class ParOperator:
             reduction.check_together(self, x)
         form = InputShape.of(self, x, self.domain.shape)
         self.check_numbers(x.device)
-        x, values = form.folded(x), self.values(theta)
+        x, values = form.folded(x), find_values(self, theta)
         if x.numel():
             return form.unfolded(perform(self.order, x, values))
         shape = *self.codomain.shape, 0  # transforms do not take a batch of nothing
@@ -163,10 +177,6 @@ class ParOperator:
     def order(self) -> tuple[tuple[OperatorTask, ...], ...]:
         """The tasks in the order that computes the least, those that are one call together."""
         return ordered(tuple(self.expand(0)))
-
-    def values(self, theta: Parameters | None) -> Mapping[Any, Tensor]:
-        """The value of each parameter: of those given, else of the operator's own."""
-        return find_values(self, theta)
 
     def to_dense(self, theta: Parameters | None = None) -> Tensor:
         """The matrix of a small operator: `vec(A * x)` is `A.to_dense() @ vec(x)`.
@@ -316,17 +326,6 @@ class Composition(Composed, ParOperator):
         return " @ ".join(_bracketed(each) for each in self.factors)
 
 
-def _as_tensor(x: np.ndarray[Any, Any]) -> Tensor:
-    """An array of numpy as a tensor, in the same memory where torch can."""
-    try:
-        return torch.as_tensor(x if all(step >= 0 for step in x.strides) else x.copy())
-    except TypeError as error:
-        raise TypeError(
-            f"an array of {x.dtype} is not a tensor; operators take arrays of "
-            f"real or complex numbers"
-        ) from error
-
-
 class Kronecker(ParOperator):
     """A Kronecker product: each factor acts along dimensions of its own.
 
@@ -474,22 +473,6 @@ class Multiple(ParOperator):
         return f"{self.number} * {_bracketed(self.operator)}"
 
 
-def compose(left: ParOperator, right: ParOperator) -> ParOperator:
-    """The product `left @ right`."""
-    left, right = left.sized(right.codomain.shape), right.sized(left.domain.shape)
-    return _joined(Composition, left, right, lambda each: getattr(each, "factors", None))
-
-
-def add(left: ParOperator, right: ParOperator) -> ParOperator:
-    """The sum `left + right`."""
-    return _joined(OperatorSum, left, right, lambda each: getattr(each, "terms", None))
-
-
-def scale(number: Any, operator: ParOperator) -> ParOperator:
-    """The multiple `number * operator`."""
-    return lift(lambda each: Multiple(number, each), operator)
-
-
 def kron(*factors: ParOperator, order: str = "tensor") -> ParOperator:
     """The Kronecker product, its factors in the order of the tensor's dimensions.
 
@@ -526,10 +509,12 @@ def kron(*factors: ParOperator, order: str = "tensor") -> ParOperator:
     return lift(make, *factors)
 
 
-def _joined(kind: Any, left: ParOperator, right: ParOperator, parts: Any) -> ParOperator:
+def _joined(kind: Any, parts: str, left: ParOperator, right: ParOperator) -> ParOperator:
+    """A product or a sum of two, of which those that are one already give their parts."""
+
     def make(*both: ParOperator) -> ParOperator:
-        flat = [p for each in both for p in (parts(each) if type(each) is kind else (each,))]
-        return kind(*flat)
+        several = (getattr(each, parts) if type(each) is kind else (each,) for each in both)
+        return kind(*chain.from_iterable(several))
 
     return lift(make, left, right)
 

@@ -137,8 +137,8 @@ def best_partition(
 ) -> Choice:
     """The partition of least predicted time for an operator on a number of workers.
 
-    Nothing runs for it, and the workers need not be there. Of very many partitions those are
-    compared whose largest parts are the smallest.
+    Nothing runs for it, and the workers need not be there. If there are very many partitions, only
+    those whose largest parts are the smallest are compared.
 
     Args:
         operator: any operator that is not distributed.
@@ -193,7 +193,7 @@ def _checked_grid(wanted: str, given: Any, workers: int, space: TensorSpace) -> 
 
 
 def candidate_grids(operator: ParOperator, workers: int) -> list[Shape]:
-    """The grids that are compared: of very many, those whose largest parts are the smallest."""
+    """The grids to compare: if there are very many, those whose largest parts are the smallest."""
     shape = operator.domain.shape
     # Those on which all workers have something, if there are any.
     grids = factorings(workers, shape) or factorings(workers, (workers,) * len(shape))

@@ -162,11 +162,6 @@ class Distributed(HasHandle, ParOperator):
         """How a result lies."""
         return self.plan.target
 
-    @property
-    def has_batch_axes(self) -> bool:
-        """Whether workers have columns of their own."""
-        return any(self.partition.shape[axis] > 1 for axis in self.plan.source.separate)
-
     @cached_property
     def part_boxes(self) -> dict[Leaf, Box]:
         """What this worker stores of each parameter."""
@@ -292,10 +287,10 @@ class Distributed(HasHandle, ParOperator):
         columns = {worker: each.columns for worker, each in forms.items()}
         if len({each is None for each in columns.values()}) > 1:
             raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
-        if next(iter(columns.values())) is None and not self.has_batch_axes:
-            return None, meta, form
         # The number of columns for each place along the batch's axes, where all must agree.
         runs = batch_runs(self.plan.source)
+        if next(iter(columns.values())) is None and not runs:
+            return None, meta, form
         found: dict[int, tuple[int, int]] = {}
         for worker, given in columns.items():
             count = 1 if given is None else given

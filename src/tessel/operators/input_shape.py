@@ -76,8 +76,8 @@ class InputShape:
 def vec(x: Tensor) -> Tensor:
     """The values of a tensor in one dimension, the last index running fastest.
 
-    `kron` with `order="julia"` takes the factors of an operator that is written for a `vec` whose
-    first index runs fastest; tensors and their `vec` are the same for it.
+    For an operator that is written for a `vec` whose first index runs fastest, pass its factors to
+    `kron` with `order="julia"`; tensors and their `vec` stay as they are.
 
     >>> vec(torch.tensor([[1, 2], [3, 4]]))
     tensor([1, 2, 3, 4])

@@ -153,9 +153,12 @@ class _Trial:
 
     def __init__(self, transform: LocalTransform, others: tuple[str, ...]) -> None:
         self.transform, self.is_over = transform, False
-        libraries = ("torch", *filter(_can_be_imported, others))
-        self._seconds: dict[str, list[float]] = {library: [] for library in libraries}
-        self._left = 4 * _BLOCK * _BLOCKS * len(libraries)  # times that it may be asked
+        self._seconds: dict[str, list[float]] = {"torch": []}
+        for library in others:
+            with suppress(ValueError):  # one whose own libraries are missing is of no use
+                _imported(library)
+                self._seconds[library] = []
+        self._left = 4 * _BLOCK * _BLOCKS * len(self._seconds)  # times that it may be asked
 
     def next(self) -> str:
         """The library of the next call; the fastest, if enough were timed."""
@@ -251,13 +254,6 @@ def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> 
 def _others() -> tuple[str, ...]:
     """The libraries beside torch's that are installed."""
     return tuple(name for name, module in _PACKAGES.items() if find_spec(module) is not None)
-
-
-def _can_be_imported(library: str) -> bool:
-    """Whether an installed library also works, as one whose own libraries are missing does not."""
-    with suppress(ValueError):
-        return bool(_imported(library))
-    return False
 
 
 @cache

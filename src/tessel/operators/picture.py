@@ -9,6 +9,7 @@ from tessel.operators.cost import Cost, ExplainedStep
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, FAINT, LIGHT = "#22262e", "#6b7280", "#e5e7eb"  # of all pictures
@@ -51,10 +52,8 @@ def draw_steps(
     """
     figure = new_figure(15, 1.4 + 0.62 * max(1, len(lines)))
     widths = [1.7, *[1.0] * len(_COLUMNS)]
-    layout, *others = figure.subplots(
-        1, len(widths), gridspec_kw={"width_ratios": widths, "wspace": 0.08}
-    )
-    for ax in (layout, *others):
+    axes = figure.subplots(1, len(widths), gridspec_kw={"width_ratios": widths, "wspace": 0.08})
+    for ax in axes:
         ax.set_xlim(0, 1)
         ax.set_ylim(len(lines) - 0.4, -0.6)
         ax.set_xticks([])
@@ -62,6 +61,26 @@ def draw_steps(
         ax.tick_params(length=0, labelsize=9, labelcolor=INK)
         for spine in ax.spines.values():
             spine.set_visible(False)
+    _draw_layouts(axes[0], lines)
+    for ax, (title, value, write) in zip(axes[1:], _COLUMNS, strict=True):
+        ax.set_title(title, color=INK, fontsize=10)
+        values = [[value(cost) for cost in step] for step in costs]
+        longest = max((max(step) for step in values), default=0) or 1
+        for row, (line, step) in enumerate(zip(lines, values, strict=True)):
+            most, least = max(step), min(step)
+            ax.barh(row, 0.5 * most / longest, height=0.45, color=_colour(line), alpha=0.85)
+            if least < most:  # workers differ: a mark for the one with the least
+                at = 0.5 * least / longest
+                ax.plot([at, at], [row - 0.22, row + 0.22], color=INK, linewidth=1.4)
+            if most:
+                text = write(most) if least == most else f"{write(least)} – {write(most)}"
+                ax.text(0.5 * most / longest + 0.02, row, text, va="center", fontsize=8, color=INK)
+    figure.text(0.5, 0.04, summary, ha="center", va="bottom", color=FAINT, fontsize=9.5)
+    return figure
+
+
+def _draw_layouts(layout: Axes, lines: Sequence[ExplainedStep]) -> None:
+    """Draw a row for each step: how the tensor lies after it."""
     labels = []
     for number, line in enumerate(lines, 1):
         title = line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)
@@ -83,21 +102,6 @@ def draw_steps(
             for start, _ in cut.intervals[1:] if len(cut.intervals) <= _MOST_CUTS else ():
                 at = 0.02 + 0.9 * start / here.shape[dim]
                 layout.plot([at, at], [top, top + 0.8 * height], color="white", linewidth=1)
-    for ax, (title, value, write) in zip(others, _COLUMNS, strict=True):
-        ax.set_title(title, color=INK, fontsize=10)
-        values = [[value(cost) for cost in step] for step in costs]
-        longest = max((max(step) for step in values), default=0) or 1
-        for row, (line, step) in enumerate(zip(lines, values, strict=True)):
-            most, least = max(step), min(step)
-            ax.barh(row, 0.5 * most / longest, height=0.45, color=_colour(line), alpha=0.85)
-            if least < most:  # workers differ: a mark for the one with the least
-                at = 0.5 * least / longest
-                ax.plot([at, at], [row - 0.22, row + 0.22], color=INK, linewidth=1.4)
-            if most:
-                text = write(most) if least == most else f"{write(least)} – {write(most)}"
-                ax.text(0.5 * most / longest + 0.02, row, text, va="center", fontsize=8, color=INK)
-    figure.text(0.5, 0.04, summary, ha="center", va="bottom", color=FAINT, fontsize=9.5)
-    return figure
 
 
 def _colour(line: ExplainedStep) -> str:

@@ -24,15 +24,15 @@ from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_le
 class ParReduce(Leaf):
     """The sum of all workers' tensors as one shared value.
 
-    Every worker has the sum and may derive it: the gradient of `sum(R * x)` is one everywhere, on
-    any number of workers. The adjoint lets every worker use a shared value as its own; nothing
-    moves then. It acts on what each worker has, also beside operators that are not distributed:
-    `R @ A` sums what A gives on each worker.
+    Every worker has the sum and may differentiate it: the gradient of `sum(R * x)` is one
+    everywhere, on any number of workers. The adjoint lets every worker use a shared value as its
+    own, and moves nothing. The operator acts on what each worker has, also in products with
+    operators that are not distributed: `R @ A` sums what A gives on each worker.
 
     Args:
         T: a dtype of torch.
-        shape: of the tensors; without it any shape will do, that of a neighbour in a product too.
-        partition: the workers; all of the job by default.
+        shape: of the tensors; by default any, in a product that of the neighbouring factor.
+        partition: the workers; by default all of the job.
 
     >>> import tessel, torch
     >>> tessel.ParReduce(torch.float32) * torch.ones(2)

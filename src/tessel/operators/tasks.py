@@ -50,36 +50,29 @@ class OperatorTask:
         return tuple(dim for dim, mixes in zip(self.dims, self.actor.mixes, strict=True) if mixes)
 
     @property
-    def makes_complex(self) -> bool:
-        return self.target.is_complex and not self.source.is_complex
-
-    @property
-    def makes_real(self) -> bool:
-        return self.source.is_complex and not self.target.is_complex
-
-    @property
-    def needs_complex(self) -> bool:
-        return self.source.is_complex
+    def turns(self) -> bool:
+        """Whether it makes numbers complex, or real."""
+        return self.source.is_complex != self.target.is_complex
 
     @cached_property
     def changes_numbers(self) -> bool:
         """Whether numbers become complex or real, be it in between only."""
         if self.terms:
             return any(task.changes_numbers for each in self.terms for task in each.expand(0))
-        return self.makes_complex or self.makes_real
+        return self.turns
 
     @property
     def is_complex_linear(self) -> bool:
         if self.terms:
             return all(each.is_complex_linear for each in self.terms)
-        return not self.makes_real
+        return self.target.is_complex or not self.source.is_complex
 
     @cached_property
     def growth(self) -> float:
         """The bytes of the result for one byte of input."""
         ratio = self.target.numel / max(1, self.source.numel)
         width = self.target.dtype.itemsize / self.source.dtype.itemsize
-        return ratio * (width if self.makes_complex or self.makes_real else 1.0)
+        return ratio * (width if self.turns else 1.0)
 
     @cached_property
     def effort(self) -> float:
@@ -94,8 +87,7 @@ class OperatorTask:
         """How many operations it takes on a local tensor of this shape."""
         if self.terms:
             return sum(count_flops(each.expand(self.dims[0]), shape) for each in self.terms)
-        found: float = self.actor.flops(shape, self.dims)
-        return found
+        return self.actor.flops(shape, self.dims)
 
     def resized(self, shape: Shape) -> Shape:
         """The shape of the result for a tensor of this shape."""
@@ -112,8 +104,8 @@ class OperatorTask:
         # The numbers of a tensor are real or complex along all dimensions at once: a task that
         # takes complex ones cannot come before the one that makes them, wherever it acts.
         if earlier.changes_numbers:
-            return self.needs_complex or self.changes_numbers
-        return self.changes_numbers and earlier.needs_complex
+            return self.source.is_complex or self.changes_numbers
+        return self.changes_numbers and earlier.source.is_complex
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +216,7 @@ def grouped(tasks: Iterable[OperatorTask]) -> tuple[tuple[OperatorTask, ...], ..
 def dtype_after(group: Iterable[OperatorTask], dtype: torch.dtype) -> torch.dtype:
     """The type of the numbers that tasks make of others."""
     for task in group:
-        if task.makes_complex or task.makes_real:
+        if task.turns:
             dtype = task.target.dtype
     return dtype
 

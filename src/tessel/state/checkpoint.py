@@ -254,8 +254,7 @@ class OptimizerState:
     @property
     def _own(self) -> Optimizer:
         """The optimizer that keeps the state of this worker."""
-        own: Optimizer = self.optimizer.optim if self._is_redundant else self.optimizer  # type: ignore[attr-defined]
-        return own
+        return self.optimizer.optim if self._is_redundant else self.optimizer  # type: ignore[attr-defined]
 
 
 def checkpoint_reader(folder: str | os.PathLike[str]) -> FileSystemReader:

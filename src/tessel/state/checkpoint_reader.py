@@ -18,8 +18,7 @@ import os
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,7 @@ class CheckpointReader(FileSystemReader):
         try:
             data = path.read_bytes()
             self._sums = signed(data, path)
-            with _unchanged():
-                found = _Unpickler(io.BytesIO(data), path).metadata()
+            found = _Unpickler(io.BytesIO(data), path).metadata()
         except ValueError as error:
             self._refusal = error
             raise
@@ -124,8 +122,7 @@ def signed(data: bytes, path: Path) -> dict[str, int] | None:
     sums, _, checksum = after.rpartition(b"\n")
     if hashlib.sha256(before + mark + sums).hexdigest().encode() != checksum:
         raise ValueError(f"{path} is damaged: it is not what was written")
-    found: dict[str, int] = json.loads(sums)
-    return found
+    return json.loads(sums)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -142,6 +139,8 @@ class _Unpickler(pickle.Unpickler):
 
     def metadata(self) -> Metadata:
         """What is in the file, if that is what torch writes."""
+        # A pickle can give attributes to all that it may name: classes are left as they are.
+        before = [(kind, dict(vars(kind))) for kind in _CLASSES]
         try:
             found = self.load()
             is_right = isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict)
@@ -153,6 +152,13 @@ class _Unpickler(pickle.Unpickler):
             if isinstance(error, ValueError) and INSTEAD in str(error):
                 raise
             is_right, problem = False, f"{type(error).__name__}: {error}"
+        finally:
+            for kind, attributes in before:
+                for name in [name for name in vars(kind) if name not in attributes]:
+                    delattr(kind, name)
+                for name, value in attributes.items():
+                    if vars(kind)[name] is not value:
+                        setattr(kind, name, value)
         if not is_right:
             raise ValueError(
                 f"{self._path} is damaged, or holds no metadata of a checkpoint: {problem}"
@@ -190,21 +196,6 @@ _KNOWN: dict[tuple[str, str], Any] = {
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
 }
-
-
-@contextmanager
-def _unchanged() -> Iterator[None]:
-    """Leave classes as they are: a pickle can give attributes to all that it may name."""
-    before = [(kind, dict(vars(kind))) for kind in _CLASSES]
-    try:
-        yield
-    finally:
-        for kind, attributes in before:
-            for name in [name for name in vars(kind) if name not in attributes]:
-                delattr(kind, name)
-            for name, value in attributes.items():
-                if vars(kind)[name] is not value:
-                    setattr(kind, name, value)
 
 
 class _CheckedPlanner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from tessel.distributed.movements import gathering
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
 from tessel.operators.parameters import StoredInParts
 from tessel.primitives.shard_layouts import shard_layout
-from tessel.state.places import row_of_model
+from tessel.state.places import check_inside, row_of_model
 from tessel.transport import code_of, kept_in_job
 
 NO_GRADIENT = -1.0  # where the norm of a gradient would be, which is never negative
@@ -51,12 +52,7 @@ class ParameterPiece:
     def of(cls, name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
         """A parameter whose parts lie so; without a layout all workers of the row share it."""
         counted, holders = _holders(layout or shared_whole(row, ()))
-        others = [worker for some in holders for worker in some if row.place(worker) is None]
-        if others:
-            raise ValueError(
-                f"clip_grad_norm_ over {row}: the parameter {name} has parts on workers {others}, "
-                f"which are not among these; pass `partition`, with all workers that hold the model"
-            )
+        check_inside("clip_grad_norm_", row, f"parameter {name}", chain.from_iterable(holders))
         return cls(name, value, counted, holders)
 
     def norm(self, norm_type: float) -> Tensor:

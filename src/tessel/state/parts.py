@@ -22,7 +22,7 @@ Change = Callable[[Any, Layout | None], Any]
 
 
 def collector(places: Places, rank0_only: bool, cpu_offload: bool) -> Change:
-    """What puts values together on all workers, or on the first; one value once."""
+    """A function that puts values together on all workers, or on the first; each value once."""
     target = places.first if rank0_only else places.row
     known: dict[int, Tensor] = {}  # by identity: tied weights travel once and stay tied
 
@@ -47,7 +47,7 @@ def relocator(
     call: str,
     parameter: Tensor | None,
 ) -> tuple[Mapping[str, Any], Change]:
-    """The outline of a state, on all workers, and what gives this worker its parts of it."""
+    """The outline of a state, on all workers, and the function that gives this worker its parts."""
     needs = not rank0_only or places.first.active
     missing = ["expected the whole state, got None"] if needs and state is None else []
     # Before anything is sent, all hear that the first worker has a state. Where each brings one of
@@ -55,25 +55,21 @@ def relocator(
     if rank0_only or missing:
         places.agree(call, (), missing)
     given: Mapping[str, Any] = state if needs and state is not None else {}
-    if not rank0_only:
-        return given, _taking(places)
-    return _receiving(places, given, "cpu" if parameter is None else parameter.device)
-
-
-def _taking(places: Places) -> Change:
-    """What takes this worker's parts out of whole values; what shares memory does so afterwards."""
+    if rank0_only:
+        return _receiving(places, given, "cpu" if parameter is None else parameter.device)
     known: dict[Any, Tensor] = {}
 
     def take(value: Any, layout: Layout | None) -> Any:
         if layout is None or not isinstance(value, Tensor) or not places.is_apart(layout):
             return value
-        # by memory, not by identity: `state_dict` detaches tied weights once for each name
+        # What shares memory does so afterwards, and is known by it: `state_dict` detaches tied
+        # weights once for each name.
         key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), layout)
         if key not in known:
             known[key] = layout.local_part(as_plain(value).detach()).clone()
         return known[key]
 
-    return take
+    return given, take
 
 
 def _receiving(

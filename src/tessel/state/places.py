@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -41,7 +41,20 @@ class Places:
     @classmethod
     def of(cls, module: Module, partition: Partition | None, call: str) -> Places:
         """The places of the values of a module; ValueError if `partition` does not hold them."""
-        values = list(_values(module))
+        # all parameters and buffers by their names in the state, and where their layers put them
+        values: list[tuple[str, Tensor, Layout | None]] = []
+        # a layer that stands in several places has several names in the state
+        for prefix, layer in module.named_modules(remove_duplicate=False):
+            own = layer.layouts if isinstance(layer, ShardedLayer) else {}
+            for name in [each for each in own if each not in layer._parameters]:
+                raise NotImplementedError(
+                    f"the {name} of {prefix or 'the module'} ({type(layer).__name__}) is computed "
+                    "from other values, whose sharding is unknown; remove its parametrization "
+                    "first"
+                )
+            for name, value in chain(layer._parameters.items(), layer._buffers.items()):
+                if value is not None:
+                    values.append((f"{prefix}.{name}" if prefix else name, value, own.get(name)))
         held: dict[str, Partition | None] = {}
         for name, value, known in values:
             state = state_of(value)
@@ -50,12 +63,7 @@ class Places:
         row = row_of_model((each for each in held.values() if each is not None), partition)
         # Before workers agree on shards of any lengths, where those outside would be missing.
         for name, each in held.items():
-            outside = [] if each is None else [w for w in each.ranks if row.place(w) is None]
-            if outside:
-                raise ValueError(
-                    f"{call} over {row}: the value {name} has parts on workers {outside}, which "
-                    f"are not among these; pass `partition`, with all workers that hold the model"
-                )
+            check_inside(call, row, f"value {name}", () if each is None else each.ranks)
         layouts, of_value = {}, {}
         for name, value, known in values:
             # shards of any lengths agree on them here: workers outside are none of these
@@ -122,24 +130,14 @@ def without_wrapper(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-Value = tuple[str, Tensor, Layout | None]
-
-
-def _values(module: Module) -> Iterator[Value]:
-    """All parameters and buffers by their names in the state, and where their layers put them."""
-    # a layer that stands in several places has several names in the state
-    for prefix, layer in module.named_modules(remove_duplicate=False):
-        own = layer.layouts if isinstance(layer, ShardedLayer) else {}
-        for name in own:
-            if name not in layer._parameters:
-                raise NotImplementedError(
-                    f"the {name} of {prefix or 'the module'} ({type(layer).__name__}) is computed "
-                    "from other values, whose sharding is unknown; remove its parametrization "
-                    "first"
-                )
-        for name, value in chain(layer._parameters.items(), layer._buffers.items()):
-            if value is not None:
-                yield f"{prefix}.{name}" if prefix else name, value, own.get(name)
+def check_inside(call: str, row: Partition, what: str, workers: Iterable[int]) -> None:
+    """Raise ValueError if something has parts on workers that are not of a row."""
+    outside = [worker for worker in workers if row.place(worker) is None]
+    if outside:
+        raise ValueError(
+            f"{call} over {row}: the {what} has parts on workers {outside}, which are not among "
+            f"these; pass `partition`, with all workers that hold the model"
+        )
 
 
 def row_of_model(held: Iterable[Partition], partition: Partition | None) -> Partition:

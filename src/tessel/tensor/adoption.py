@@ -101,21 +101,12 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
         return False
     if is_traced():
         return _adopted_in_graph(x, target)
-    if type(x) is not torch.Tensor or x.layout != torch.strided or x.requires_grad or x._is_view():
-        return False
-    is_held = belongs_elsewhere.get()
-    if is_held is not None and is_held(x):
+    if belongs_to_others(x):
         return False
     call = f"a write of parts into a plain tensor of shape {target.shape}"
-    storage = x.untyped_storage()  # one reference of its own
-    is_alone = (
-        not weakref.getweakrefs(x)  # as converted models have to their parameters and buffers
-        and x._use_count() == 1  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(storage._cdata) == 2
-    )
     # Spectra begin as zeros, which need not be computed with.
     is_zero = x.is_complex() and may_wait() and not torch.count_nonzero(x)
-    heard = agree(target.partition, call, numbers=[int(is_alone), int(is_zero)])
+    heard = agree(target.partition, call, numbers=[int(is_alone(x)), int(is_zero)])
     if not all(alone for alone, _ in heard.numbers.values()):
         return False
     new: Any
@@ -127,6 +118,24 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
             new = Tensor(target.local_part(x).clone(), target)
     torch.utils.swap_tensors(x, new)
     return True
+
+
+def belongs_to_others(x: torch.Tensor) -> bool:
+    """Whether a tensor is none that the running model made for itself, on all workers alike."""
+    if type(x) is not torch.Tensor or x.layout != torch.strided or x.requires_grad or x._is_view():
+        return True
+    is_held = belongs_elsewhere.get()
+    return is_held is not None and is_held(x)
+
+
+def is_alone(x: torch.Tensor) -> bool:
+    """Whether nothing but Python's names refers to a tensor, as far as this worker knows."""
+    storage = x.untyped_storage()  # one reference of its own
+    return (
+        not weakref.getweakrefs(x)  # as converted models have to their parameters and buffers
+        and x._use_count() == 1  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(storage._cdata) == 2
+    )
 
 
 def _adopted_in_graph(x: torch.Tensor, target: Layout) -> bool:

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_map
 from tessel import transport
 from tessel.core.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.adoption import belongs_to_others, is_alone
 from tessel.tensor.call import name_of
 from tessel.tensor.rules import random, recurrent
+from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import RULES, shared_whole
 from tessel.tensor.tensor import open_part
@@ -41,6 +43,11 @@ class Drawing(torch.Tensor):
             return _drawn(func, args, kwargs or {})
         if func in _BACKWARD_PASSES:
             return _passed_back(func, args, kwargs or {})
+        if is_in_place(name_of(func)) and type(args[0]) is torch.Tensor:
+            # A plain tensor that the model made becomes spread when parts are written into it.
+            with DisableTorchFunctionSubclass():
+                if is_alone(args[0]) and not belongs_to_others(args[0]):
+                    args[0].__class__ = Drawing
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func.__name__.startswith("new_") and result.shape != args[0].shape:
             return plain(result)  # as that of a spread tensor is

@@ -21,11 +21,11 @@ _counts: ContextVar[bool] = ContextVar("_counts", default=True)  # whether tenso
 
 @contextmanager
 def count_memory() -> Iterator[Memory]:
-    """How many bytes of tensors are alive at once of those made inside of the `with` block.
+    """Count the bytes of tensors that are made inside the `with` block and alive at the same time.
 
-    What lies in the memory of the system is more (what an allocator keeps, what kernels use for
-    themselves), and changes from run to run; this does not. Tensors that were made before count
-    nothing, nor does what is made in other threads, as gradients on a GPU are.
+    The system's memory holds more (what an allocator keeps, what kernels use themselves), which
+    changes from run to run; this does not. Tensors that were made before do not count, nor do those
+    that are made in other threads, as gradients on a GPU are.
 
     >>> import tessel, torch
     >>> with tessel.testing.count_memory() as memory:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 from tessel.launch import Workers
-
-T = TypeVar("T")
 
 
 class WorkerPool(Workers):
@@ -50,19 +47,4 @@ class WorkerPool(Workers):
         backend: str = "gloo",
         preload: Iterable[str] = (),
     ) -> None:
-        super().__init__(nprocs, threads=threads, backend=backend, preload=preload)
-        self.timeout = timeout
-
-    def run(
-        self,
-        fn: Callable[..., T],
-        *args: Any,
-        nprocs: int | None = None,
-        timeout: float | None = None,
-    ) -> list[T]:
-        """Run `fn(*args)` on `nprocs` workers and return their results, in the order of ranks.
-
-        The first failure of a worker is raised, as the exception that it was.
-        """
-        seconds = self.timeout if timeout is None else timeout
-        return super().run(fn, *args, nprocs=nprocs, timeout=seconds)
+        super().__init__(nprocs, timeout=timeout, threads=threads, backend=backend, preload=preload)

@@ -12,7 +12,7 @@ from tessel.transport import Traffic
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """What this worker sends and receives inside of the `with` block, once it has ended.
+    """Count what this worker sends and receives inside the `with` block; known when it has ended.
 
     >>> import tessel, torch
     >>> layer = tessel.nn.AllSumReduce(tessel.world(), [0])

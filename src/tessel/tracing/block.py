@@ -148,12 +148,20 @@ class TracedBlock:
         try:
             self._compare_clocks()
             part["clock"] = self.clock
-            parts = _collected(part)
+            said = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
+            everyone, first = world(), Partition((0,), (1,))
+            lengths = [length for _, length in sorted(tell(everyone, len(said)).items())]
+            everywhere = Layout.blocks_along(everyone, (0,), [(length,) for length in lengths])
+            own = torch.from_numpy(np.frombuffer(said, np.uint8).copy())
+            with torch.no_grad():
+                flat = Move(everywhere, Layout.whole(first, (sum(lengths),)))(own)
         except WorkerLost:
             # This one has done its work: the next call of the job raises, and says the same.
             self._write_part(part)
             return
         if self.worker == 0:
+            pieces = flat.split(lengths)
+            parts = [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
             _write(self.path, merge(parts, self.num_workers))
 
     def end_alone(self) -> None:
@@ -167,29 +175,34 @@ class TracedBlock:
         if self.num_workers == 1:
             _write(self.path, merge([part], 1))
             return
+        files = [_beside(self.path, worker) for worker in range(self.num_workers)]
         with suppress(OSError):  # what ends the block says more than that a disk is full
-            _write(_beside(self.path, self.worker), part)
-            self._merge_parts()
+            _write(files[self.worker], part)
+            with locked(self.path.parent.resolve()):  # one at a time: the last one sees all parts
+                found = []
+                for file in files:
+                    with suppress(OSError, ValueError):
+                        found.append(json.loads(file.read_bytes()))
+                parts = [each for each in found if each["token"] == self.token]
+                if parts:  # else another worker has seen all, this one's as well
+                    _write(self.path, merge(parts, self.num_workers))
+                if len(parts) == self.num_workers:
+                    for file in files:
+                        file.unlink(missing_ok=True)
 
-    def _merge_parts(self) -> None:
-        # One at a time, so that the last one sees all parts; the lock is on the folder, which
-        # leaves no file behind.
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            found = []
-            for worker in range(self.num_workers):
-                with suppress(OSError, ValueError):
-                    found.append(json.loads(_beside(self.path, worker).read_bytes()))
-            parts = [each for each in found if each["token"] == self.token]
-            if not parts:
-                return  # another worker has seen all, this one's as well
-            _write(self.path, merge(parts, self.num_workers))
-            if len(parts) == self.num_workers:
-                for worker in range(self.num_workers):
-                    _beside(self.path, worker).unlink(missing_ok=True)
-        finally:
-            os.close(folder)
+
+@contextmanager
+def locked(folder: Path, waits: bool = True) -> Iterator[None]:
+    """A lock on a folder, which leaves no file behind, and which the system opens if we are killed.
+
+    OSError if it is no folder, or if somebody else has the lock and nobody is to wait.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def why_not(path: Path) -> str:
@@ -213,22 +226,6 @@ def _write(path: Path, content: Any) -> None:
     half = path.with_name(f".{path.name}.{os.getpid()}")
     half.write_text(json.dumps(content, separators=(",", ":")))
     os.replace(half, path)
-
-
-def _collected(part: Part) -> list[Part]:
-    """The parts of all workers, on the first one; nothing on others."""
-    said = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
-    partition = world()
-    lengths = [length for _, length in sorted(tell(partition, len(said)).items())]
-    everywhere = Layout.blocks_along(partition, (0,), [(length,) for length in lengths])
-    first = Partition((0,), (1,))
-    own = torch.from_numpy(np.frombuffer(said, np.uint8).copy())
-    with torch.no_grad():
-        flat = Move(everywhere, Layout.whole(first, (sum(lengths),)))(own)
-    if not first.active:
-        return []
-    pieces = flat.split(lengths)
-    return [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
 
 
 _program: TracedBlock | None = None

@@ -18,7 +18,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -172,6 +172,7 @@ class Recorder:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
+        self.changes = ExitStack()  # of torch's and our functions, which it takes back when closed
         self.threads: list[ThreadNotes] = []
         self.begin = _now()
         self.num_left_out = 0
@@ -307,11 +308,6 @@ class Recorder:
         shown.__exit__(None, None, None)
 
 
-_hooks: list[Any] = []
-_filters: list[Any] = []  # of warnings
-_replaced: list[tuple[Any, str, Any, Any]] = []  # of which class what, by what
-
-
 def switch_on(limit: int) -> Recorder:
     """Record from here on."""
     recorder = Recorder(limit)
@@ -319,32 +315,34 @@ def switch_on(limit: int) -> Recorder:
         own = kind.__dict__[name]  # which TESSEL_CHECK may have replaced before
         wrapped = _wrapped(recorder, own, around)
         setattr(kind, name, wrapped)
-        _replaced.append((kind, name, own, wrapped))
+        recorder.changes.callback(put_back, kind, name, own, wrapped)
     modules = nn.modules.module
-    _hooks.append(modules.register_module_forward_pre_hook(recorder.enter))
-    _hooks.append(modules.register_module_forward_hook(recorder.leave, always_call=True))
-    _hooks.append(register_optimizer_step_pre_hook(partial(recorder.step, True)))
-    _hooks.append(register_optimizer_step_post_hook(partial(recorder.step, False)))
+    for hook in (
+        modules.register_module_forward_pre_hook(recorder.enter),
+        modules.register_module_forward_hook(recorder.leave, always_call=True),
+        register_optimizer_step_pre_hook(partial(recorder.step, True)),
+        register_optimizer_step_post_hook(partial(recorder.step, False)),
+    ):
+        recorder.changes.callback(hook.remove)
     # compiled modules would say at each call that hooks of all modules see them twice
     warnings.filterwarnings(
         "ignore", message=r"Using `torch\.compile\(module\)` when there are global"
     )
-    _filters.append(warnings.filters[0])
+    recorder.changes.enter_context(suppress(ValueError))  # somebody may have taken it away
+    recorder.changes.callback(warnings.filters.remove, warnings.filters[0])  # type: ignore[attr-defined]
     return recorder
+
+
+def put_back(kind: Any, name: str, own: Function, wrapped: Function) -> None:
+    """Put a function back that was replaced, unless somebody has replaced it again."""
+    if kind.__dict__[name] is wrapped:
+        setattr(kind, name, own)
 
 
 def switch_off(recorder: Recorder) -> None:
     """Put everything back as it was."""
     recorder.limit = 0  # hooks of graphs that live on note nothing more
-    for kind, name, own, wrapped in _replaced:
-        if kind.__dict__[name] is wrapped:
-            setattr(kind, name, own)
-    _replaced.clear()
-    while _hooks:
-        _hooks.pop().remove()
-    while _filters:
-        with suppress(ValueError):  # somebody has taken it away
-            warnings.filters.remove(_filters.pop())  # type: ignore[attr-defined]
+    recorder.changes.close()
 
 
 # What is noted around a function that is replaced is a context manager, which gets the recorder and

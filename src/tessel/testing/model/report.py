@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tessel.encoding import encodable
+from tessel.operators.units import num_bytes
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import Gather
 from tessel.testing.drawing import plain
@@ -234,19 +235,19 @@ class ModelReport:
             header = ("module", "class", "error", "sent", "kept", "stored", "")
             uses = []
             for each in self.modules:
-                sizes = map(_bytes, (each.bytes_sent, each.bytes_kept, each.bytes_stored))
+                sizes = map(num_bytes, (each.bytes_sent, each.bytes_kept, each.bytes_stored))
                 error, _, remark = _figures(each.output)
                 uses.append((_named(each), each.kind, error, *sizes, remark))
             yield from _table(header, uses)
         if self.gathers:
             yield "\nFunctions without a rule, which gather their operands:"
-            places = [(f"`{g.name}`", _bytes(g.num_bytes), str(g.place)) for g in self.gathers]
+            places = [(f"`{g.name}`", num_bytes(g.num_bytes), str(g.place)) for g in self.gathers]
             yield from _table(("function", "gathered", "place"), places)
         yield ""
         yield (
-            f"A worker sends {_bytes(self.bytes_forward)} forward and {_bytes(self.bytes_backward)}"
-            f" backward. Tensors created in a step take at most {_bytes(self.peak)}; in one "
-            f"process, {_bytes(self.peak_alone)}."
+            f"A worker sends {num_bytes(self.bytes_forward)} forward and "
+            f"{num_bytes(self.bytes_backward)} backward. Tensors created in a step take at most "
+            f"{num_bytes(self.peak)}; in one process, {num_bytes(self.peak_alone)}."
         )
         if self.attention:
             counts = [f"{way} ({n})" for way, n in Counter(self.attention).items()]
@@ -309,14 +310,6 @@ def _figures(each: Difference) -> tuple[str, str, str]:
 
 def _figure(number: float) -> str:
     return "–" if math.isnan(number) else f"{number:.1e}"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from tessel import transport
+from tessel.core.context import setting
 from tessel.nn.convert import Entrance
 from tessel.nn.region import HaloRegion
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.adoption import belongs_elsewhere
 from tessel.tensor.gathering import noted_gathers
 from tessel.tensor.rules.attention import noted_ways
 from tessel.tensor.shared_random import common_seed
-from tessel.tensor.table import in_backward
+from tessel.tensor.table import in_backward, tensors
 from tessel.testing.drawing import drawing, plain
 from tessel.testing.memory import Memory, count_memory, uncounted
 from tessel.testing.model.arguments import Arguments
@@ -77,7 +79,12 @@ def run_alone(
         copy = value.clone()  # the model may change it
         return drawing(copy) if draws_as_spread and is_spread[number] else copy
 
+    def stays_plain(x: Tensor) -> bool:
+        # whatever is written into it: what is the model's own, or passed to it; on one worker all
+        return id(x) in held or given.partition.size == 1
+
     draws = False
+    held: set[int] = set()
     for number, seed in enumerate(seeds):
         with ExitStack() as stack:
             if number == 0:
@@ -86,6 +93,8 @@ def run_alone(
                 stack.enter_context(new_gradients(*model.parameters(), *arguments.leaves()))
             memory = stack.enter_context(count_memory())
             args, kwargs = arguments.with_tensors(enter)
+            held = {id(each) for each in tensors(args, kwargs, [*map(vars, model.modules())])}
+            stack.enter_context(setting(belongs_elsewhere, stays_plain))
             seed_all(common_seed(seed))
             before = _random_state()
             result = model(*args, **kwargs)
