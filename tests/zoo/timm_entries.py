@@ -118,6 +118,7 @@ ENTRIES = [
         pictures,
         train=(ROWS, THIRDS),
         eval=(),
+        uses_in_training=True,
     ),
     entry(
         "MetaFormer, pooling (PoolFormer)",
