@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entries import BEAMS, QUARTERS, SLABS, THIRDS, TOKENS, ZooEntry, floats
+from entries import BEAMS, CHANGES_LISTS, QUARTERS, SLABS, THIRDS, TOKENS, ZooEntry, floats
 
 HEIGHTS, WIDTHS = (1, 1, 1, 2, 1), (1, 1, 1, 1, 2)  # of films
 
@@ -125,6 +125,9 @@ ENTRIES = [
             floats(*(latent if method == "decode" else film)),
             train=(HEIGHTS,),
             eval=(SLABS, WIDTHS) if method == "decode" else (SLABS, BEAMS),
+            unsupported={"recomputed_inside": f"IndexError: {CHANGES_LISTS}"}
+            if name == "AutoencoderKLWan"
+            else {},
         )
         for name, (settings, latent, film) in FILMS.items()
         for method in ("decode", "encode")

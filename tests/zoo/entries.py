@@ -53,6 +53,8 @@ MOST_USED = (  # which must not gather anything
 # whose modules compute in single precision here and there, whatever dtype a model has
 WIDENED = ("diffusers.", "transformers.", "neuralop.layers.spectral_convolution")
 SINGLE = torch.Tensor.float
+# of a block that is computed again: torch alone cannot do it, either
+CHANGES_LISTS = "a block changes a list that it is given, so torch alone cannot compute it again"
 RESULTS = Path(__file__).parents[2] / "build" / "zoo"
 TOLERANCE = 1e-9  # relative to the largest value of a tensor, as `check_model` has it
 LIMIT = 120.0  # seconds for one entry on one grid; most take a few on a quiet machine
@@ -83,7 +85,7 @@ class ZooEntry:
         raises: part of the error, for a model that cannot be split; empty for one that can.
         because: why it raises or gathers, for the page.
         tolerance: a larger one, for what a model computes in single precision, whatever its dtype.
-        unsupported: uses of `test_uses_of_models.py` that raise, and why.
+        unsupported: uses of `test_uses_of_models.py` that fail, with the error before a colon, and why.
         uses_in_training: whether these are of a model in training mode.
         draws: whether it draws random numbers in them.
         limit: seconds for one grid.

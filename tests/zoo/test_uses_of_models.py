@@ -276,13 +276,8 @@ class Recomputed(nn.Module):
 
 def recomputed_inside(used: Used) -> None:
     """So are a module of the model, and a function that calls another one."""
-    try:
-        got = pieces_recomputed(used, used.converted(), used.parts)
-        used.close(used.noted and used.noted.gradients, got)
-    except Exception:  # blocks that change lists cannot be computed again
-        alone = used.alone(lambda: pieces_recomputed(used, used.made(), used.inputs))
-        used.alone(lambda: used.close(used.noted and used.noted.gradients, alone))
-        raise
+    got = pieces_recomputed(used, used.converted(), used.parts)
+    used.close(used.noted and used.noted.gradients, got)
 
 
 def pieces_recomputed(used: Used, spread: nn.Module, inputs: Any) -> dict[str, Tensor]:
