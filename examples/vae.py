@@ -172,7 +172,7 @@ def main() -> None:
         said = f"{name}: at most {max(each.peak) / whole.peak[0]:.0%} of the memory of the whole"
         if name != "whole":
             largest = (each.picture - whole.picture).abs().max() / whole.picture.abs().max()
-            said += f", largest error {float(largest):.6f}"
+            said += f", largest error {float(largest):.1e} of the largest value"
         if name == "tiles":
             said += f" ({decibels(each.picture, whole.picture):.0f} dB)"
         print(said)

@@ -5,6 +5,8 @@ Tests `tensor/adoption.py`.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tessel
+from tessel.tensor.adoption import slices_of
 from tessel.tensor.gathering import noted_gathers
 
 Run = Callable[..., list[Any]]
@@ -92,6 +95,21 @@ def copied(x: Tensor) -> Tensor:
     return y.tanh()
 
 
+def batched(x: Tensor) -> Tensor:
+    """What torchvision's detectors do with pictures of several sizes."""
+    y = x[0].new_full((2, 4, 8, 8), 0.5)
+    for k in range(2):
+        y[k, : x.shape[1], : x.shape[2], : x.shape[3]].copy_(x[k] * 3)
+    return y.tanh()
+
+
+def copied_into_a_view_that_stays(x: Tensor) -> Tensor:
+    y = made_like(x, 2, 4, 12, 7)
+    view = y[1, :, 1::2]
+    returned = view.copy_(x[0])
+    return torch.stack([returned, view * 2, y[0, :, 6:].cos(), y[1, :, :6]])
+
+
 def filled_by_mask(x: Tensor) -> Tensor:
     y = torch.ones(x.shape, dtype=x.dtype)
     y.masked_fill_(x > 0, 5.0)
@@ -101,6 +119,7 @@ def filled_by_mask(x: Tensor) -> Tensor:
 SPREAD = [
     *(modes, padded, strided, numbered, joined, with_new_dimensions, broadcast),
     *(under_another_name, added, copied, filled_by_mask),
+    *(batched, copied_into_a_view_that_stays),
 ]
 
 
@@ -138,6 +157,26 @@ def seen_by_one_worker(x: Tensor) -> Tensor:
     y[:, 1:] = x[:, 1:] * 2
     del view
     return y + x
+
+
+def beside_another_view(x: Tensor) -> Tensor:
+    y = made_like(x)
+    first = y[0]
+    y[:, 1:].copy_(x[:, 1:] * 2)
+    return first + x
+
+
+def of_a_view_of_a_view(x: Tensor) -> Tensor:
+    y = made_like(x)
+    first = y[0]
+    first[1:].copy_(x[0, 1:])
+    return first + x
+
+
+def turned(x: Tensor) -> Tensor:
+    y = torch.zeros(x.transpose(2, 3).shape, dtype=x.dtype)
+    y.transpose(2, 3).copy_(x * 2)
+    return y.transpose(2, 3) + x
 
 
 PLAIN = [with_a_view, of_a_view, beside_its_data, beside_an_array, seen_by_one_worker]
@@ -187,10 +226,13 @@ def test_what_parts_are_written_into_is_spread(run: Run, function: Any, grid: An
     assert run(compared, function, grid, nprocs=num_workers) == [[]] * num_workers
 
 
-@pytest.mark.parametrize("function", PLAIN)
+COPIED = [beside_another_view, of_a_view_of_a_view, turned]
+
+
+@pytest.mark.parametrize("function", [*PLAIN, *COPIED])
 def test_what_others_refer_to_stays_plain(run: Run, function: Any) -> None:
     for gathered in run(compared, function, (1, 1, 2, 1), nprocs=2):
-        assert gathered == ["__setitem__"]
+        assert gathered == ["copy_" if function in COPIED else "__setitem__"]
 
 
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
@@ -240,3 +282,21 @@ def outside_of_a_model() -> bool:
 
 def test_tensors_of_programs_stay_plain(run: Run) -> None:
     assert run(outside_of_a_model, nprocs=2) == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 1, 3), (2, 1, 3, 1), (4, 3, 2)], ids=str)
+def test_slices_of_views(shape: tuple[int, ...]) -> None:
+    """They give the same view; of views that are no slices there are none."""
+    picks = [0, -1, slice(None), slice(1, None), slice(None, None, 2), slice(0, 1), slice(0, 0)]
+    y = torch.arange(math.prod(shape)).view(shape).clone()
+    for key in itertools.product(picks, repeat=len(shape)):
+        view = y[key]
+        found = slices_of(view)
+        assert (found is None) == (view.numel() == 0), key
+        if found is not None:
+            same = y[found]
+            assert same.shape == view.shape and torch.equal(same, view), key
+            assert same.data_ptr() == view.data_ptr() and same.stride() == view.stride(), key
+    assert slices_of(y.flatten().unfold(0, 2, 1)) is None
+    assert slices_of(y.diagonal()) is None or min(y.shape[:2]) == 1
+    assert slices_of(y) is None

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import tessel
@@ -159,6 +160,49 @@ def check_hooks() -> None:
     y.retain_grad()
     y.sum().backward()
     close("retained", y.grad.full(), torch.ones(SHAPE, dtype=torch.float64))
+    check_hooks_before_changes()
+
+
+def check_hooks_before_changes() -> None:
+    """A hook gets the gradient of what it was given, also if that is changed in place later.
+
+    Parts of these are views of what was computed, and torch forgets hooks of views.
+    """
+    images, weight = values((2, 3, 8, 5), 1), values((3, 3, 3, 3), 2)
+    running = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    grid = tessel.world().create_cartesian_topology_partition([1, 1, tessel.world().size, 1])
+    for make in (
+        lambda x: F.conv2d(x, weight, padding=1),
+        lambda x: F.batch_norm(x, *running),
+        lambda x: F.max_pool2d(x, 3, 1, 1),
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda x: x.max(1).values,
+    ):
+        for change in (
+            lambda y: F.relu(y, inplace=True),
+            lambda y: y.mul_(2.0),
+            lambda y: y.masked_fill_(y > 0, 0.5),
+            lambda y: y.__setitem__((slice(None), slice(0, 1)), 0.0) or y,
+        ):
+            seen: list[Tensor] = []
+            for x in (images.clone(), tessel.spread(images, grid)):
+                y = make(x.requires_grad_())
+                y.register_hook(seen.append)
+                change(y).square().sum().backward()
+                seen.append(x.grad)
+            assert len(seen) == 4
+            close("hook", seen[2].full(), seen[0])
+            close("gradient", seen[3].full(), seen[1])
+    y = tessel.spread(images, grid).requires_grad_() * 1
+    y.register_hook(seen.append)
+    row = y[:, :1]
+    y = F.conv2d(y, weight, padding=1)
+    y.register_hook(seen.append)
+    row = y[:1]
+    if y._part._is_view():
+        with pytest.raises(NotImplementedError, match="hooks"):
+            y.add_(1)
+    del row
 
 
 def check_copies() -> None:

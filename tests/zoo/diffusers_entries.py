@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entries import BEAMS, QUARTERS, SLABS, THIRDS, TOKENS, ZooEntry, floats
+from entries import BEAMS, CHANGES_LISTS, QUARTERS, SLABS, THIRDS, TOKENS, ZooEntry, floats
 
-# Norms, rotary positions or linear attention in single precision, whatever the model's is.
-SINGLE = 1e-5
 HEIGHTS, WIDTHS = (1, 1, 1, 2, 1), (1, 1, 1, 1, 2)  # of films
 
 
@@ -77,10 +75,10 @@ LTX = {
 }
 COG = {**FOUR, "norm_num_groups": 2, "temporal_compression_ratio": 4}
 FILMS = {
-    "AutoencoderKLWan": (WAN, (1, 4, 3, 8, 8), (1, 3, 5, 16, 16), {}),
-    "AutoencoderKLHunyuanVideo": (HUNYUAN, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32), {}),
-    "AutoencoderKLLTXVideo": (LTX, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32), {"tolerance": SINGLE}),
-    "AutoencoderKLCogVideoX": (COG, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32), {}),
+    "AutoencoderKLWan": (WAN, (1, 4, 3, 8, 8), (1, 3, 5, 16, 16)),
+    "AutoencoderKLHunyuanVideo": (HUNYUAN, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32)),
+    "AutoencoderKLLTXVideo": (LTX, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32)),
+    "AutoencoderKLCogVideoX": (COG, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32)),
 }
 
 
@@ -127,9 +125,11 @@ ENTRIES = [
             floats(*(latent if method == "decode" else film)),
             train=(HEIGHTS,),
             eval=(SLABS, WIDTHS) if method == "decode" else (SLABS, BEAMS),
-            **more,
+            unsupported={"recomputed_inside": f"IndexError: {CHANGES_LISTS}"}
+            if name == "AutoencoderKLWan"
+            else {},
         )
-        for name, (settings, latent, film, more) in FILMS.items()
+        for name, (settings, latent, film) in FILMS.items()
         for method in ("decode", "encode")
     ),
     entry(
@@ -167,7 +167,6 @@ ENTRIES = [
             **{"decoder_norm_types": ["rms_norm"] * 2, "decoder_act_fns": ["silu"] * 2},
         ),
         floats(2, 3, 16, 16),
-        tolerance=SINGLE,
     ),
     entry(
         "UNet2DConditionModel",
@@ -278,7 +277,6 @@ ENTRIES = [
         given(2, 12, 4, pooled_projections=(2, 8), img_ids=(12, 3), txt_ids=(5, 3)),
         train=(TOKENS,),
         eval=((1, 3, 1),),
-        tolerance=SINGLE,
     ),
     entry(
         "SanaTransformer2DModel",
@@ -290,7 +288,6 @@ ENTRIES = [
             **{"cross_attention_dim": 8, "mlp_ratio": 2.0},
         ),
         given(2, 4, 16, 16),
-        tolerance=SINGLE,
     ),
     entry(
         "LTXVideoTransformer3DModel",
@@ -306,7 +303,6 @@ ENTRIES = [
         ),
         train=(TOKENS,),
         eval=((1, 3, 1),),
-        tolerance=SINGLE,
     ),
     entry(
         "CogVideoXTransformer3DModel",
@@ -332,6 +328,5 @@ ENTRIES = [
         given(1, 4, 3, 8, 8),
         train=(HEIGHTS,),
         eval=(SLABS, BEAMS),
-        tolerance=SINGLE,
     ),
 ]

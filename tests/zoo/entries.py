@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,6 +50,11 @@ MOST_USED = (  # which must not gather anything
     *(("transformers", name) for name in ("BERT", "GPT2", "Llama", "CLIP")),
     ("neuralop", "FNO"),
 )
+# whose modules compute in single precision here and there, whatever dtype a model has
+WIDENED = ("diffusers.", "transformers.", "neuralop.layers.spectral_convolution")
+SINGLE = torch.Tensor.float
+# of a block that is computed again: torch alone cannot do it, either
+CHANGES_LISTS = "a block changes a list that it is given, so torch alone cannot compute it again"
 RESULTS = Path(__file__).parents[2] / "build" / "zoo"
 TOLERANCE = 1e-9  # relative to the largest value of a tensor, as `check_model` has it
 LIMIT = 120.0  # seconds for one entry on one grid; most take a few on a quiet machine
@@ -79,6 +85,9 @@ class ZooEntry:
         raises: part of the error, for a model that cannot be split; empty for one that can.
         because: why it raises or gathers, for the page.
         tolerance: a larger one, for what a model computes in single precision, whatever its dtype.
+        unsupported: uses of `test_uses_of_models.py` that fail, with the error before a colon, and why.
+        uses_in_training: whether these are of a model in training mode.
+        draws: whether it draws random numbers in them.
         limit: seconds for one grid.
     """
 
@@ -95,6 +104,9 @@ class ZooEntry:
     raises: str = ""
     because: str = ""
     tolerance: float = TOLERANCE
+    unsupported: dict[str, str] = field(default_factory=dict)
+    uses_in_training: bool = False
+    draws: bool = False
     limit: float = LIMIT
 
     def splits(self) -> Iterator[tuple[Grid, bool]]:
@@ -139,6 +151,37 @@ class ZooResult:
         return [cls(**json.loads(each.read_text())) for each in sorted(RESULTS.glob("*.json"))]
 
 
+@dataclass
+class UsesResult:
+    """What came of the uses of an entry, split over a grid.
+
+    Attributes:
+        failed: the errors, by use.
+        unsupported: why, of those that are known to fail.
+        times: processor time of the first worker, by use; `seconds` of all of them.
+    """
+
+    package: str
+    name: str
+    split: str
+    failed: dict[str, str] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def save(self) -> None:
+        """Keep it in a file, of which the page is made."""
+        folder = RESULTS / "uses"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{self.package} {self.name}".replace(os.sep, "_")
+        (folder / f"{name}.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load_all(cls) -> list[UsesResult]:
+        files = sorted((RESULTS / "uses").glob("*.json"))
+        return [cls(**json.loads(each.read_text())) for each in files]
+
+
 class MethodModel(nn.Module):
     """A method of a model as a model of its own."""
 
@@ -180,10 +223,9 @@ def examine(package: str, name: str, grid: Grid, training: bool) -> ZooResult:
     (entry,) = (each for each in entries_of(package) if each.name == name)
     result = ZooResult(package, name, split_name(grid, training), "exact", because=entry.because)
     begin = time.monotonic()
-    with float64(), warnings.catch_warnings():
+    model = made_in_double(entry).train(training)
+    with floating(torch.float64), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the package, and of gathers, which are in the report
-        torch.manual_seed(0)
-        model = unsettled(entry.make()).double().train(training)
         if entry.method != "forward":
             model = MethodModel(model, entry.method).train(training)
         inputs = entry.inputs()
@@ -209,15 +251,53 @@ def examine(package: str, name: str, grid: Grid, training: bool) -> ZooResult:
     return result
 
 
+class TorchInDouble:
+    """What models take for torch: where they ask for single precision, they get double.
+
+    Some do so for norms, positions, softmax or losses, whatever dtype they have themselves.
+    """
+
+    float32 = float = torch.float64
+    complex64 = cfloat = torch.complex128
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @contextmanager
-def float64() -> Iterator[None]:
-    """Models that make tensors of their own make them in double precision, too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def floating(dtype: torch.dtype) -> Iterator[None]:
+    """Models make tensors of their own in this dtype, and those of `WIDENED` compute in no other.
+
+    That is what is compared: rounding to single precision would make 1e-7 of a difference in the
+    last place of a double. Modules that are imported later are left alone.
+    """
+    before, single = torch.get_default_dtype(), torch.Tensor.float
+    changed = []
+    torch.set_default_dtype(dtype)
+    torch.Tensor.float = SINGLE  # type: ignore[method-assign]
+    if dtype == torch.float64:
+        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    for name, module in list(sys.modules.items()):
+        own = vars(module).get("torch")
+        is_changed = isinstance(own, TorchInDouble)
+        if name.startswith(WIDENED) and is_changed != (dtype == torch.float64) and own:
+            changed.append((module, own))
+            vars(module)["torch"] = torch if is_changed else TorchInDouble()
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+        torch.Tensor.float = single  # type: ignore[method-assign]
+        for module, own in changed:
+            vars(module)["torch"] = own
+
+
+def made_in_double(entry: ZooEntry) -> nn.Module:
+    """The model of an entry; this imports what `floating` is to change afterwards."""
+    with floating(torch.float64), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return unsettled(entry.make()).double()
 
 
 def unsettled(model: nn.Module) -> nn.Module:

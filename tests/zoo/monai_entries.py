@@ -176,6 +176,8 @@ ENTRIES = [
         volumes,
         train=(SLABS, BEAMS),
         eval=(),
+        uses_in_training=True,
+        draws=True,
     ),
     entry(
         "AutoencoderKL",
@@ -189,6 +191,7 @@ ENTRIES = [
             norm_num_groups=4,
         ),
         volumes,
+        draws=True,
     ),
     entry(
         "MedNeXt",

@@ -12,28 +12,14 @@ from torch import nn
 from entries import BEAMS, COLUMNS, QUARTERS, ROWS, SAMPLES, SLABS, ZooEntry, floats
 
 
-class TorchInDouble:
-    """What spectral convolutions take for torch: weights, and zeros for modes, are double.
-
-    Their code makes both in single precision, whatever dtype the model has.
-    """
-
-    cfloat = torch.complex128
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 def model(name: str, **settings: Any) -> Callable[[], nn.Module]:
     """A model by its name, all in double precision."""
 
     def make() -> nn.Module:
         from neuralop import models
-        from neuralop.layers import spectral_convolution
 
-        vars(spectral_convolution)["torch"] = TorchInDouble()
         made = getattr(models, name)(in_channels=3, out_channels=1, hidden_channels=8, **settings)
-        for parameter in made.parameters():  # those of spheres are made elsewhere
+        for parameter in made.parameters():  # `double()` leaves complex ones as they are
             if parameter.is_complex():
                 parameter.data = parameter.data.to(torch.complex128)
         return made
@@ -72,5 +58,10 @@ ENTRIES = [
     ),
     entry("TFNO", model("TFNO", n_modes=(6, 6), n_layers=2, rank=0.3), floats(2, 3, 16, 12)),
     entry("UNO", model("UNO", **UNO), floats(2, 3, 16, 12)),
-    entry("SFNO", model("SFNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 12, 24)),
+    entry(
+        "SFNO",
+        model("SFNO", n_modes=(6, 6), n_layers=2),
+        floats(2, 3, 12, 24),
+        unsupported={"copied": "AloneError: its class has no name by which pickle finds it"},
+    ),
 ]

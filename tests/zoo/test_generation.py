@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tessel
-from entries import float64
+from entries import floating
 from tessel.tensor.gathering import noted_gathers
 from transformers_entries import groups, model, text
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.zoo
 
 def written(attention: str, padding: str) -> tuple[bool, list[str]]:
     """Whether it is what one process writes, and what was gathered."""
-    with float64(), torch.no_grad():
+    with floating(torch.float64), torch.no_grad():
         torch.manual_seed(0)
         llama: Any = model("LlamaForCausalLM", attention, **groups)().double().eval()
         given = text(padding, labels=False)()

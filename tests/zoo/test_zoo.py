@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from entries import MOST_USED, Grid, ZooEntry, ZooResult, all_entries, examine, split_name
-from zoo_page import PAGE
+from zoo_page import PAGE, shortfalls
 
 Run = Callable[..., list[Any]]
 
@@ -65,3 +66,12 @@ def test_every_entry_has_a_name_of_its_own_and_a_reason() -> None:
     assert len(names) == len(set(names))
     for entry in all_entries():
         assert (entry.raises != "" or bool(entry.gathers)) == (entry.because != ""), entry.name
+
+
+def test_of_all_models_the_page_has_95_percent_exact_and_none_wrong() -> None:
+    text = PAGE.read_text()
+    assert shortfalls(text) == []
+    # what it would say
+    assert len(shortfalls(text.replace("| ✓ |", "| **wrong** |", 1))) == 1
+    assert len(shortfalls(text.replace("| ✓ |", "| late |", 1))) == 1
+    assert len(shortfalls(re.sub(r"^(\| all \| \d+ \|) \d+", r"\1 3", text, flags=re.M))) == 1

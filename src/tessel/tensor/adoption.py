@@ -83,8 +83,13 @@ _ASKING = frozenset(
 fresh: ContextVar[FreshTensors | None] = ContextVar("fresh", default=None)
 
 
-def adopted(x: torch.Tensor, target: Layout | None) -> bool:
+def adopted(x: torch.Tensor, target: Layout | None, view: torch.Tensor | None = None) -> bool:
     """Whether a plain tensor is a spread one now, in the layout `target`, with the same values.
+
+    Args:
+        x: the tensor.
+        target: how it is to lie.
+        view: the only view of it, if there is one, which has lost its values then.
 
     It stays plain outside of models, where its user may need it as it is, and if anything but
     Python's names refers to it: a view, a graph of autograd, an array of numpy. These would keep
@@ -100,13 +105,14 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
     if target.is_outside or (model is not None and {*target.partition.ranks} != {*model.ranks}):
         return False
     if is_traced():
-        return _adopted_in_graph(x, target)
+        return view is None and _adopted_in_graph(x, target)
     if belongs_to_others(x):
         return False
     call = f"a write of parts into a plain tensor of shape {target.shape}"
+    views = () if view is None else (view,)  # which refer to the tensor, and to its values
     # Spectra begin as zeros, which need not be computed with.
     is_zero = x.is_complex() and may_wait() and not torch.count_nonzero(x)
-    heard = agree(target.partition, call, numbers=[int(is_alone(x)), int(is_zero)])
+    heard = agree(target.partition, call, numbers=[int(is_alone(x, *views)), int(is_zero)])
     if not all(alone for alone, _ in heard.numbers.values()):
         return False
     new: Any
@@ -116,6 +122,8 @@ def adopted(x: torch.Tensor, target: Layout | None) -> bool:
     else:
         with torch.no_grad():
             new = Tensor(target.local_part(x).clone(), target)
+    for each in views:
+        torch.utils.swap_tensors(each, x.new_empty(()))
     torch.utils.swap_tensors(x, new)
     return True
 
@@ -128,14 +136,49 @@ def belongs_to_others(x: torch.Tensor) -> bool:
     return is_held is not None and is_held(x)
 
 
-def is_alone(x: torch.Tensor) -> bool:
-    """Whether nothing but Python's names refers to a tensor, as far as this worker knows."""
+def is_alone(x: torch.Tensor, *views: torch.Tensor) -> bool:
+    """Whether nothing but Python's names refers to a tensor and to these views of it, as far as
+    this worker knows.
+    """
     storage = x.untyped_storage()  # one reference of its own
     return (
         not weakref.getweakrefs(x)  # as converted models have to their parameters and buffers
-        and x._use_count() == 1  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(storage._cdata) == 2
+        and x._use_count() == 1 + len(views)  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(storage._cdata) == 2 + len(views)
+        and all(each._use_count() == 1 and not weakref.getweakrefs(each) for each in views)  # type: ignore[attr-defined]
     )
+
+
+def slices_of(view: torch.Tensor) -> tuple[int | slice, ...] | None:
+    """The numbers and slices by which a tensor's view was taken; None if it was taken otherwise.
+
+    They may be others than the code has, if these give the same values: `y[:1, 0]` for `y[0, :1]`
+    of one row.
+    """
+    base = view._base
+    if base is None or not base.is_contiguous() or not view.numel():
+        return None
+    place = int(view.storage_offset()) - int(base.storage_offset())
+    axes = [*zip(view.shape, view.stride(), strict=True)]
+    key: list[int | slice] = []
+    for length, stride in zip(base.shape, base.stride(), strict=True):
+        begin, place = divmod(place, stride)
+        count, step = axes[0] if axes else (0, 1)
+        end = begin + (count - 1) * (step // stride) + 1
+        if axes and step >= stride and step % stride == 0 and end <= length:
+            key.append(slice(begin, end, step // stride))
+            del axes[0]
+        else:
+            key.append(begin)
+    found = tuple(key)
+    if axes or any(
+        isinstance(each, int) and each >= n for each, n in zip(key, base.shape, strict=True)
+    ):
+        return None
+    with torch.no_grad():
+        same = base[found]
+    form = (same.shape, same.stride(), same.storage_offset())
+    return found if form == (view.shape, view.stride(), view.storage_offset()) else None
 
 
 def _adopted_in_graph(x: torch.Tensor, target: Layout) -> bool:

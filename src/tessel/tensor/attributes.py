@@ -176,6 +176,7 @@ def register_hook(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         found = hook(Tensor(grad, layout))
         return None if found is None else part_like(found, layout)
 
+    x.__dict__["_is_hooked"] = True
     return _derived(x).register_hook(spread_hook)
 
 

@@ -236,7 +236,7 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                         return Tensor(part, layout)
                 # `inplace=True` of what is no copy: nothing else has to learn of the change
                 elif kwargs == _IN_PLACE and len(args) == 1 and not args[0]._originals:
-                    if not layout.is_outside:
+                    if not (layout.is_outside or "_is_hooked" in args[0].__dict__):
                         func(*operands, inplace=True)
                         return changed(args[0])
                 elif all([type(each) in _NUMBERS for each in kwargs.values()]):

@@ -80,7 +80,8 @@ class Stripped:
             y = y.index_add_(edge.dim, rows, of_strip(strip, edge.padding, edge.dim, edge.taps))
         if not self.edges:  # others may still read of this part: it hangs on the halo, too
             none = constant((), torch.int64, x.device)
-            y = y.index_add_(-1, none, anchored_zeros((*y.shape[:-1], 0), flat))
+            nothing = anchored_zeros((*y.shape[:-1], 0), flat).to(y.dtype)  # perhaps of autocast
+            y = y.index_add_(-1, none, nothing)
         return y
 
 

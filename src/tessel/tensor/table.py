@@ -485,6 +485,19 @@ def become(x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
+def become_view(x: torch.Tensor, y: Tensor, base: Tensor) -> None:
+    """Let a plain tensor be the view `y` of a spread one, which knows it in the place of `y`."""
+    alike: Any = made(y._part, y._layout)
+    torch.utils.swap_tensors(x, alike)
+    now: Any = x
+    now.__dict__.update(
+        {k: y.__dict__[k] for k in ("_kin", "_copies", "_taken") if k in y.__dict__}
+    )
+    now._originals = y._originals
+    for known in (base.__dict__["_kin"], base.__dict__["_copies"]):
+        known[:] = [weakref.ref(x) if each() is y else each for each in known]
+
+
 def outdate_copies(x: Tensor) -> None:
     """Take the parts of copies away after a change of `x`, which torch's views would show.
 

@@ -19,7 +19,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.tensor.adoption import adopted
+from tessel.tensor.adoption import adopted, slices_of
 from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
@@ -30,7 +30,13 @@ from tessel.tensor.rules.masks import (
     places_of,
     put_at_mask,
 )
-from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
+from tessel.tensor.rules.pointwise import (
+    changed,
+    check_change,
+    fitted,
+    may_go_back,
+    pointwise,
+)
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.rules.rows import (
     Write,
@@ -45,6 +51,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    become_view,
     check_fits,
     computed,
     gathered,
@@ -675,8 +682,37 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("copy_", plain=True)
 def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The values of another tensor, which come to where this one has its parts."""
+    """The values of another tensor, which come to where this one has its parts.
+
+    In `y[key].copy_(x)` they come into y as in `y[key] = x`: a plain tensor, if nothing else refers
+    to it but this view, or a spread one, of which this slice is a copy here.
+    """
+    view, value = args[0], argument(args, kwargs, 1, "src", None)
+    is_fit = isinstance(value, torch.Tensor) and value.dim() <= view.dim()
+    if is_fit and isinstance(view, Tensor) and may_go_back(view):
+        base, items = _taken_of(view)
+        if base is not None:
+            base[items] = value
+            again: Any = base[items]
+            view._part, view._layout = again._part, again._layout
+            if view._part.requires_grad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    view.requires_grad_()
+            return view
+    elif is_fit and isinstance(value, Tensor) and type(view) is torch.Tensor and view._is_view():
+        plain: Any = view._base
+        found = slices_of(view)
+        if found and adopted(plain, _around("__setitem__", plain, found, value), view):
+            plain[found] = value
+            become_view(view, plain[found], plain)
+            return view
     return pointwise(name, func, args, kwargs)
+
+
+def _taken_of(view: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """The tensor of which this is a slice, and the slice."""
+    base, items = view.__dict__["_taken"]
+    return base(), tuple(slice(*each) if isinstance(each, tuple) else each for each in items)
 
 
 def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:

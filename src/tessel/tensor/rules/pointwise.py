@@ -153,6 +153,24 @@ def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
         )
     if open_part(target) is not target._part:
         raise unsupported(name, "it would change what a function of its own gave", *layouts)
+    if "_is_hooked" in target.__dict__:
+        keep_hooks(name, target, layouts)
+
+
+def keep_hooks(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
+    """Let hooks get the gradient of a tensor whose part is changed next, though that is a view.
+
+    Torch forgets hooks of a view that is changed in place. What is no view in one process may have
+    a part that is one, as a convolution that computes a row more than it gives. So a copy of the
+    part is changed.
+    """
+    part = target._part
+    kin = target.__dict__.get("_kin", ())
+    if not part._is_view() or (kin and kin[0]() is not target):  # or torch forgets them, too
+        return
+    if any(each() not in (None, target) for each in kin[1:]):
+        raise unsupported(name, "it would change views of a tensor that has hooks", *layouts)
+    target._part = part.clone()
 
 
 # what torch calls for `+=` and its like

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from string import ascii_letters
 from typing import Any
 
@@ -26,6 +27,7 @@ from tessel.tensor.table import (
     ApartError,
     Arguments,
     Settings,
+    as_autocast,
     check_dtypes,
     gathered,
     held_layouts,
@@ -223,7 +225,40 @@ def einsum(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                 letters = rest + letter  # torch has a diagonal as the last dimension
         indices[k] = letters
     plain = f"{','.join(indices)}->{output}"
-    return multiply(name, (tuple(indices), output), operands, lambda *parts: func(plain, *parts))
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return multiply(name, (tuple(indices), output), operands, partial(func, plain))
+    dtype = _einsum_dtype(
+        plain,
+        tuple(map(_shape, operands)),
+        tuple(each.dtype for each in operands),
+        device,
+        torch.get_autocast_dtype(device),
+    )
+    return multiply(
+        name, (tuple(indices), output), operands, lambda *parts: func(plain, *parts).to(dtype)
+    )
+
+
+@kept_in_job
+def _einsum_dtype(
+    plain: str,
+    shapes: tuple[Shape, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: str,
+    autocast: torch.dtype,
+) -> torch.dtype:
+    """What autocast has the product of the whole in; of parts with one index it may be another.
+
+    For dimensions of one value torch multiplies elements, which autocast does not cast.
+    """
+    with torch.no_grad(), torch.autocast(device, autocast):
+        least = [tuple(min(n, 2) for n in shape) for shape in shapes]
+        operands = [
+            torch.zeros(shape, dtype=dtype, device=device)
+            for shape, dtype in zip(least, dtypes, strict=True)
+        ]
+        return torch.einsum(plain, *operands).dtype
 
 
 def _parsed(text: str, ndims: tuple[int, ...]) -> Equation:
@@ -316,7 +351,8 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         outlines(func, args, kwargs)  # torch's own error, in some of these functions
         beta, alpha = int(beta), int(alpha)  # as those do that raise none
     found = found if alpha == 1 else alpha * found
-    return found if beta == 0 else found + (x if beta == 1 else beta * x)
+    found = found if beta == 0 else found + (x if beta == 1 else beta * x)
+    return as_autocast(found) if name in ("addmm", "addbmm", "baddbmm") else found
 
 
 def bias_of(bias: torch.Tensor, terms: Layout, dim: int) -> torch.Tensor:
@@ -358,8 +394,8 @@ def linear_terms(
     if plan.terms.is_outside:
         return anchored_zeros((0,), part, own, added)
     if 0 in part.shape or 0 in own.shape:  # of which torch's derivatives may be constants
-        y = anchored_zeros(plan.terms.local_shape, part, own)
-        return y if added is None else y + added
+        y = as_autocast(anchored_zeros(plan.terms.local_shape, part, own))
+        return y if added is None else as_autocast(y + added)
     if own.dim() == 2 and takes_steps(part, own):
         return multiply_part(None, part, own, added)
     return F.linear(part, own, added)
