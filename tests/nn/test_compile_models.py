@@ -210,6 +210,55 @@ def compile_uses(limit: int) -> list[tuple[int, ...]]:
     return [each.domain.shape for each in sums]
 
 
+class Recurrent(nn.Module):
+    """Dynamo cannot look at the module in the middle, whatever calls it."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 5)
+        self.cell = kind(5, 4, num_layers=2, bidirectional=True, batch_first=True)
+        self.after = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(torch.relu(self.cell(torch.tanh(self.before(x)))[0]))
+
+
+def compile_recurrence(kind: type[nn.Module], axis: int) -> str:
+    """Values and gradients of a compiled recurrence; what is said where one graph is asked for."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Recurrent(kind).double()
+    shape = [1, 1, 1]
+    shape[axis] = tessel.world().size
+    P = tessel.world().create_cartesian_topology_partition(shape)
+    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    distributed = distribute_module(model, P)
+    fast = torch.compile(distributed, backend="aot_eager")
+    for length in (7, 5, 7):  # and again, with other lengths of the sequence
+        whole = torch.sin(torch.arange(3 * length * 6, dtype=torch.float64)).view(3, length, 6)
+        layout = tessel.Layout.balanced(P, whole.shape)
+        x = layout.local_part(whole).clone().requires_grad_()
+        y, expected = fast(x), plain(whole.requires_grad_())
+        into = tessel.Layout.balanced(P, expected.shape)
+        torch.testing.assert_close(y, into.local_part(expected), rtol=0, atol=1e-12)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert whole.grad is not None
+        torch.testing.assert_close(x.grad, layout.local_part(whole.grad), rtol=0, atol=1e-12)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-11)
+    one_graph = torch.compile(distribute_module(other, P), backend="aot_eager", fullgraph=True)
+    return said(lambda: one_graph(x.detach()))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("axis", [0, 1], ids=["batch", "sequence"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrences_are_left_out(run: Run, kind: type[nn.Module], axis: int, nprocs: int) -> None:
+    for text in run(compile_recurrence, kind, axis, nprocs=nprocs, timeout=SECONDS):
+        assert "LSTM, GRU or RNN, at which torch.compile breaks its graphs" in text
+
+
 @pytest.mark.parametrize("limit", [2**22, 1])
 def test_gradients_travel_together(run: Run, limit: int) -> None:
     weight, bias = (2, 2, 3, 3), (2,)  # of the second layer, as the checkpoint uses it

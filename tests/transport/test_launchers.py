@@ -215,7 +215,16 @@ def test_jobs(
         OF_PBS | {"PBS_NP": "1", "PBS_TASKNUM": "2"},
         OF_PBS | {"PBS_TASKNUM": "3", "TESSEL_LAUNCHER": "none"},
         {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": " 1"},
         {"RANK": "0"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        {"LOCAL_RANK": "-1"},  # as programs set it that find no launcher
+        OF_BATCH | {"SLURM_STEP_ID": "batch"},
+        {"MPI_RANKID": "0", "MPI_NRANKS": "1"},
+        {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "4", "LSB_HOSTS": "a a b b"},  # a script of bsub
+        {"LSF_PM_TASKID": "1", "LSB_DJOB_NUMPROC": "1"},
+        OF_BATCH | {"SLURM_PROCID": "1", "TESSEL_LAUNCHER": "none"},
+        {"WORLD_SIZE": "four", "TESSEL_LAUNCHER": "none"},
         {"RANK": "sergeant"},
         {"WORLD_SIZE": "4", "TESSEL_LAUNCHER": "none"},
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "12"},  # prterun -n 1
@@ -234,7 +243,13 @@ def size_of_world() -> int:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    "environ", [OF_OPEN_MPI, OF_MPICH | OF_MVAPICH | OF_JSRUN | OF_FLUX | OF_PBS, OF_SRUN]
+    "environ",
+    [
+        OF_OPEN_MPI,
+        OF_MPICH | OF_MVAPICH | OF_JSRUN | OF_FLUX | OF_PBS,
+        OF_SRUN,
+        {"MPI_RANKID": "1", "MPI_NRANKS": "4", "LSF_PM_TASKID": "2"},
+    ],
 )
 def test_workers_of_a_task_are_no_tasks(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -265,7 +280,7 @@ SEVERAL_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         ),
         (OF_OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK=4"),
         (OF_OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "OMPI_COMM_WORLD_LOCAL_SIZE=5"),
-        (OF_SRUN | {"SLURM_PROCID": "9"}, "SLURM_PROCID=9, SLURM_STEP_NUM_TASKS=4"),
+        (OF_SRUN | {"SLURM_PROCID": "9"}, "SLURM_PROCID=9 is not below SLURM_STEP_NUM_TASKS=4"),
         (OF_SRUN | {"SLURM_PROCID": "one"}, "SLURM_PROCID must be a whole number of 0 or more"),
         (OF_SRUN | {"SLURM_GTIDS": "0,1,2,3,4"}, "SLURM_GTIDS=0,1,2,3,4"),
         (OF_SRUN | {"SLURM_STEP_NODELIST": "node[3-1]"}, "SLURM_STEP_NODELIST: expected ranges"),
@@ -290,6 +305,30 @@ SEVERAL_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         ({"ALPS_APP_PE": "2"}, "aprun does not say of how many; set RANK"),
         (OF_PBS | {"PBS_TASKNUM": "3", "PBS_NP": "8"}, "PBS_TASKNUM=3 says that this is one of"),
         (OF_PBS | {"PBS_VNODENUM": "2"}, "start tasks with mpirun; set RANK, WORLD_SIZE"),
+        ({"WORLD_SIZE": " 4"}, "WORLD_SIZE=4 says that this is one of several tasks, but RANK is"),
+        (
+            {"WORLD_SIZE": "4.0"},
+            "WORLD_SIZE must be a whole number, got '4.0', and RANK is not set",
+        ),
+        ({"WORLD_SIZE": "abc"}, "unset it, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 says that this is one of several tasks, but RANK and"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 says that this is one"),
+        (OF_BATCH | {"SLURM_PROCID": "1"}, "SLURM_PROCID=1 says that this is one of several"),
+        (OF_SRUN | {"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID has no number of a step of srun"),
+        (
+            without(OF_SRUN, "SLURM_STEP_ID", "SLURM_STEPID") | {"SLURM_PROCID": "0"},
+            "SLURM_STEP_NUM_TASKS=4 says that this is one of several tasks, but SLURM_STEP_ID",
+        ),
+        (OF_SRUN | {"SLURM_PROCID": "5"}, "heterogeneous jobs, which are not supported: start all"),
+        (
+            {"OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            "OMPI_COMM_WORLD_LOCAL_RANK=1 says that this is one of several tasks, but "
+            "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE are not set; set RANK",
+        ),
+        ({"MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS=2 says that this is one of several tasks"),
+        ({"MPI_RANKID": "1", "MPI_NRANKS": "4"}, "how tasks of Platform MPI meet; set RANK"),
+        ({"MPI_RANKID": "0", "MPI_NRANKS": "4"}, "MPI_NRANKS=4 says that this is one of several"),
+        ({"LSF_PM_TASKID": "1", "LSB_JOBID": "7"}, "blaunch does not say of how many; set RANK"),
         (OF_BATCH | {"TESSEL_LAUNCHER": "slurm"}, "the variables of srun are not set"),
     ],
 )
@@ -485,6 +524,49 @@ COMMANDS = {
     "mpich": ("mpirun.mpich", "-n", "3"),
     "slurm": ("srun", "--overcommit", "-n", "3"),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("is_on_one_host", [True, False])
+def test_tasks_with_the_variables_of_srun_are_one_job(is_on_one_host: bool, tmp_path: Path) -> None:
+    """Processes as srun starts them: they meet by what their variables say, and sum."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    outer = without(dict(os.environ), *OF_TASKS, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    tasks = []
+    for rank in range(3):
+        own = {
+            "OMP_NUM_THREADS": "1",
+            "TESSEL_TIMEOUT": "60",
+            "SLURM_JOB_ID": str(os.getpid()),  # another port for each test
+            "SLURM_STEP_ID": str(int(is_on_one_host)),
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "3",
+            "SLURM_STEP_NUM_TASKS": "3",
+            "SLURM_NODEID": "0",
+        }
+        if is_on_one_host:
+            own |= {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "no-such-host"}
+        else:  # nothing says how many hosts there are
+            own |= {"SLURM_LAUNCH_NODE_IPADDR": _own_address()}
+        command = [sys.executable, "script.py", "said"]
+        tasks.append(subprocess.Popen(command, cwd=tmp_path, env=outer | own, stderr=-1, text=True))
+    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0] * 3, errors
+    said = sorted(eval(file.read_text()) for file in tmp_path.glob("said-*"))
+    local, address = ("3", "127.0.0.1") if is_on_one_host else (None, _own_address())
+    assert said == [[rank, 3, 6.0, str(rank), local, address] for rank in range(3)]
+
+
+def _own_address() -> str:
+    """An address of this machine that others can reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(("192.0.2.1", 9))  # of datagrams: nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but that of its loopback interface")
+        return str(way.getsockname()[0])
 
 
 def launch(name: str, tmp_path: Path, **more: str) -> list[list[object]]:

@@ -170,7 +170,8 @@ NO_DRAWING_IN_GRAPHS = (
 
 NOT_IN_GRAPHS = (
     "this call cannot be in a graph, and is made outside of it: it is given a spread tensor, or a "
-    "shard that no layer of the compiled code gave, or reads values. Leave out fullgraph=True, or "
+    "shard that no layer of the compiled code gave, or reads values, or is of a model with an "
+    "LSTM, GRU or RNN, at which torch.compile breaks its graphs. Leave out fullgraph=True, or "
     "leave it out of the compiled code"
 )
 

@@ -129,7 +129,7 @@ class Halo(LinearOperator):
 
     @cached_property
     def _plan(self) -> Plan:
-        return plan(self.domain, self.read, transport.this_worker())
+        return plan(self.domain, self.read, transport.this_worker(), transport.hosts())
 
     @cached_property
     def _copies(self) -> list[tuple[int, int, Region, Region]]:

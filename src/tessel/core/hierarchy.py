@@ -1,10 +1,10 @@
 """Hierarchy: exchanges of several hosts, in which each value crosses between two hosts once.
 
-Workers of one host that store the same box are a *local group*. What they would each send to
-another host, or each get from it, is one thing: terms of a sum are added within the group first,
-and copies are made within the group last. Between hosts a group is one: each of its workers carries
-a slice of the box, or one of them all of it if that is little. So a movement has up to three
-exchanges:
+Workers of one host that store the same box are a *local group*. What they would each send to another host,
+or each get from it, is one thing: terms of a sum are added within the group first, and copies are
+made within the group last. Of a value that several hosts hold, each takes its own copy. Between
+hosts a group is one: each of its workers carries a slice of the box, or one of them all of it if
+that is little. So a movement has up to three exchanges:
 
     within groups: each adds up its slice  →  between hosts  →  within groups: all get all slices
 
@@ -13,6 +13,7 @@ All of it is a pure function of two layouts and of who runs on which host, as pl
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,6 +22,7 @@ from tessel.core import boxes
 from tessel.core.boxes import Box
 from tessel.core.layout import Coordinates, Layout
 from tessel.core.plan import (
+    Hosts,
     Piece,
     Plan,
     assembled,
@@ -38,66 +40,124 @@ from tessel.core.plan import route as direct_route
 # others: that is one step, and a sum by parts has two.
 CARRIED_BY_ONE = 2**18
 SMALL = 2**14
-Hosts = tuple[int, ...]  # for each worker the number of its host
 
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The workers of one host that store one box.
+    """The workers of one host that store one box; of a sum, those whose terms are added first.
 
     Attributes:
         host: its number.
         workers: in ascending order.
         box: that all of them store.
         slices: which part of it each of them carries between hosts; None for nothing.
-        terms: of a sum, those that this group adds: their places on the grid, and who holds each.
+        terms: of a sum, for each term that this group adds those of its workers that hold it; none
+            where the host lacks one of the terms that are added together.
     """
 
     host: int
     workers: tuple[int, ...]
     box: Box
     slices: tuple[Box | None, ...]
-    terms: tuple[tuple[Coordinates, int], ...]
+    terms: tuple[tuple[int, ...], ...]
 
     def carried_by(self, worker: int) -> Box | None:
         return self.slices[self.workers.index(worker)]
 
+    def givers(self, taker: int) -> list[int]:
+        """Who gives each term to a worker: itself if it can be; else holders take turns."""
+        return [
+            taker if taker in holders else holders[taker % len(holders)] for holders in self.terms
+        ]
+
 
 class LocalGroups:
-    """The local groups of a layout.
+    """The groups of a layout.
+
+    Several hosts may hold a shared term of a sum, but all workers add in one order, so that copies
+    of sums are equal to the last bit. So each term has one host as its owner, chosen so that there
+    are few, and terms of one owner are added together: by the owner, and by each host that holds
+    all of them.
+
+    Args:
+        layout: of what groups store.
+        hosts: of all workers.
+        sums: whether its separate values are added.
 
     Attributes:
-        all: in the order of hosts, which is that of sums.
+        all: in the order of hosts.
         of: the group of each worker that stores something.
-        adding: the group that adds the term at a place on the grid.
+        sums: for the terms of each owner, by host the groups that add them; in the order of sums.
+        adding: where in `sums` the term at a place on the grid is.
     """
 
-    def __init__(self, layout: Layout, hosts: Hosts) -> None:
-        found: dict[tuple[int, Box], list[int]] = {}
-        holders: dict[Coordinates, int] = {}
+    def __init__(self, layout: Layout, hosts: Hosts, sums: bool = False) -> None:
+        holders: dict[Box, dict[Coordinates, list[int]]] = {}  # of each term, by its box
         for worker in sorted(layout.partition.ranks):
             box, at = layout.box(worker), layout.partition.coordinates(worker)
             if box is not None and at is not None and boxes.volume(box):
-                found.setdefault((hosts[worker], box), []).append(worker)
                 place = tuple(0 if axis in layout.shared else n for axis, n in enumerate(at))
-                holders.setdefault(place, worker)
-        key_of = {worker: key for key, workers in found.items() for worker in workers}
-        terms: dict[tuple[int, Box], list[tuple[Coordinates, int]]] = {}
-        for place in sorted(holders):
-            terms.setdefault(key_of[holders[place]], []).append((place, holders[place]))
+                holders.setdefault(box, {}).setdefault(place, []).append(worker)
+        found: dict[tuple[int, Box, int | None], dict[Coordinates, list[int]]] = {}
+        for box, terms in holders.items():
+            owners = _owners({place: {hosts[w] for w in terms[place]} for place in terms})
+            for place in sorted(terms):
+                for worker in terms[place]:
+                    key = hosts[worker], box, owners[place] if sums else None
+                    found.setdefault(key, {}).setdefault(place, []).append(worker)
+        found = {
+            (host, box, owner): terms
+            for (host, box, owner), terms in sorted(
+                found.items(), key=lambda each: (each[0][0], min(map(min, each[1].values())))
+            )
+        }
+        complete = {
+            (host, box, owner)
+            for (host, box, owner), terms in found.items()
+            if owner is None or [*terms] == [*found[owner, box, owner]]
+        }
         # Groups of one box have as many carriers: those of two hosts have the same slices then.
         fewest: dict[Box, int] = {}
-        for (_, box), workers in found.items():
-            fewest[box] = min(len(workers), fewest.get(box, len(workers)))
-        self.all = tuple(
-            LocalGroup(host, tuple(workers), box, _slices(box, fewest[box], len(workers)), given)
-            for (host, box), workers in sorted(
-                found.items(), key=lambda each: (each[0][0], each[1])
+        for key in complete:
+            count = sum(map(len, found[key].values()))
+            fewest[key[1]] = min(count, fewest.get(key[1], count))
+        made: dict[tuple[int, Box, int | None], LocalGroup] = {}
+        for (host, box, owner), terms in found.items():
+            workers = tuple(sorted(worker for each in terms.values() for worker in each))
+            is_complete = (host, box, owner) in complete
+            slices = _slices(box, fewest[box], len(workers)) if is_complete else None
+            made[host, box, owner] = LocalGroup(
+                host,
+                workers,
+                box,
+                slices or (None,) * len(workers),
+                tuple(map(tuple, terms.values())) if sums and is_complete else (),
             )
-            for given in [tuple(terms.get((host, box), ()))]
-        )
+        self.all = tuple(made.values())
         self.of = {worker: group for group in self.all for worker in group.workers}
-        self.adding = {place: group for group in self.all for place, _ in group.terms}
+        owned = [key for key in made if key[0] == key[2]]  # the owners' groups
+        self.sums = [
+            {each[0]: made[each] for each in made if each in complete and each[1:] == key[1:]}
+            for key in owned
+        ]
+        self.adding = {place: n for n, key in enumerate(owned) for place in found[key]}
+
+    def adder(self, number: int, host: int) -> LocalGroup:
+        """Who gives a host the terms at a place in `sums`: its own group, or one of another."""
+        by_host = self.sums[number]
+        return by_host[host] if host in by_host else [*by_host.values()][host % len(by_host)]
+
+
+def _owners(hosts_of: dict[Coordinates, set[int]]) -> dict[Coordinates, int]:
+    """The owner of each term, one of the hosts that hold it."""
+    left, owners = dict(hosts_of), {}
+    while left:
+        counts = Counter(host for there in left.values() for host in there)
+        owner = min(counts, key=lambda host: (-counts[host], host))
+        for place in [place for place, there in left.items() if owner in there]:
+            owners[place] = owner
+            del left[place]
+    return owners
 
 
 def _slices(box: Box, carriers: int, workers: int) -> tuple[Box | None, ...]:
@@ -125,11 +185,11 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
         worker: whose plans these are.
         hosts: of all workers of the job; empty if there is one host.
     """
-    direct = direct_route(source, target, worker)
-    if not hosts or all(plan.silent for plan in direct):
-        return direct
     ranks = (*source.partition.ranks, *target.partition.ranks)
-    if min(ranks) < 0 or max(ranks) >= len(hosts):  # placeholders run nowhere
+    if hosts and (min(ranks) < 0 or max(ranks) >= len(hosts)):  # placeholders run nowhere
+        hosts = ()
+    direct = direct_route(source, target, worker, hosts)
+    if not hosts or all(plan.silent for plan in direct):
         return direct
     is_in_place = sums_in_place(source, target)
     if is_in_place:  # as one row of elements, which can be cut anywhere
@@ -138,7 +198,7 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
     if not (adds or copies):
         return direct
     ways = _LocalGroupPlans(source, target, hosts, adds, copies)
-    by_parts = adds and copies and is_in_place and ways.is_long
+    by_parts = copies and is_in_place and ways.is_even and ways.is_long
     return (
         *([ways.add_within(worker)] if adds else []),
         *(ways.sum_by_parts(worker) if by_parts else [ways.between(worker)]),
@@ -149,21 +209,19 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
 @lru_cache(maxsize=1024)
 def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
     """Whether groups add terms that go to other hosts; whether they copy what comes from others."""
-    gives, takes = local_groups(source, hosts), local_groups(target, hosts)
-    sums, sizes = not source.owns_once, source.partition.shape
+    sums = not source.owns_once
+    gives, takes = local_groups(source, hosts, sums), local_groups(target, hosts)
     adds = copies = False
-    if sums and any(sizes[axis] > 1 for axis in source.shared):
-        return False, False  # each host may have terms at hand that others have, too
     for group in takes.all:
         for taker in group.workers:
             for place, _ in source.agreement(group.box):
                 from_group = (
-                    gives.adding[place]
+                    gives.adder(gives.adding[place], group.host)
                     if sums
-                    else gives.of[giver_of(source, place, target, taker)]
+                    else gives.of[giver_of(source, place, target, taker, hosts)]
                 )
                 if from_group.host != group.host:
-                    adds = adds or (sums and len(from_group.terms) > 1)
+                    adds = adds or len(from_group.terms) > 1
                     copies = copies or len(group.workers) > 1
         if copies and (adds or not sums):
             break
@@ -172,7 +230,7 @@ def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class _LocalGroupPlans:
-    """The plans of a movement by local groups.
+    """The plans of a movement by groups.
 
     Args:
         source, target: the layouts.
@@ -189,7 +247,7 @@ class _LocalGroupPlans:
 
     @property
     def gives(self) -> LocalGroups:
-        return local_groups(self.source, self.hosts)
+        return local_groups(self.source, self.hosts, not self.source.owns_once)
 
     @property
     def takes(self) -> LocalGroups:
@@ -209,10 +267,10 @@ class _LocalGroupPlans:
         if group is not None:
             mine = group.carried_by(worker)
             for taker, part in zip(group.workers, group.slices, strict=True):
-                if part is not None:
+                if part is not None and worker in group.givers(taker):
                     gives.append(Piece.of(taker, part, group.box))
             if mine is not None:
-                takes = [Piece.of(giver, mine, mine) for _, giver in group.terms]
+                takes = [Piece.of(giver, mine, mine) for giver in group.givers(worker)]
         shapes = box_shape(self.source, worker), shape_of(self.has(worker))
         return assembled(worker, gives, takes, shapes, once=False)
 
@@ -240,17 +298,23 @@ class _LocalGroupPlans:
         """Who gives what of a box, in the order of the sum."""
         if self.source.owns_once:
             return [
-                (giver_of(self.source, place, self.target, taker), part)
+                (giver_of(self.source, place, self.target, taker, self.hosts), part)
                 for place, part in self.source.agreement(want)
             ]
-        met = {id(self.gives.adding[place]) for place, _ in self.source.agreement(want)}
+        met = {self.gives.adding[place] for place, _ in self.source.agreement(want)}
+        adders = [self.gives.adder(number, self.hosts[taker]) for number in sorted(met)]
         return [
             (giver, part)
-            for group in self.gives.all
-            if id(group) in met
-            for giver in (group.workers if self.adds else (holder for _, holder in group.terms))
+            for group in adders
+            for giver in (group.workers if self.adds else group.givers(taker))
             if (part := boxes.intersection(want, self.has(giver))) is not None
         ]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each host adds all that it holds, and nobody else holds any of it."""
+        found = {(group.host, group.box) for group in self.gives.all if group.terms}
+        return len(found) == len(self.gives.all) == len(self.gives.sums)
 
     @property
     def is_long(self) -> bool:
@@ -265,22 +329,24 @@ class _LocalGroupPlans:
 
     def sum_by_parts(self, worker: int) -> tuple[Plan, Plan]:
         """The sum over hosts of what all of them want: each host adds one part of a slice."""
-        mine = self.has(worker)
-        if mine is None:
-            empty = assembled(worker, [], [], ((0,), (0,)), once=False)
-            return empty, empty
-        group = self.gives.of[worker]
+        group, own = self.gives.of.get(worker), self.has(worker)
+        mine = None if group is None else group.carried_by(worker)
+        if group is None or own is None or mine is None:
+            empty = assembled(worker, [], [], (shape_of(own), (0,)), once=False)
+            return empty, assembled(worker, [], [], ((0,), (0,)), once=False)
         others = [each for each in self.gives.all if each.box == group.box]
         number = group.workers.index(worker)
         peers = [each.workers[number] for each in others]  # who carry the same slice
         ((start, stop),) = mine
-        parts = [(boxes.shift(part, start),) for part in boxes.balanced(stop - start, len(others))]
+        cuts = boxes.balanced(stop - start, len(others))
+        parts: list[Box] = [(boxes.shift(part, start),) for part in cuts]
         part = parts[others.index(group)]
-        slices = [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)]
-        own = [Piece.of(peer, part, part) for peer in peers]
-        whole, less = boxes.extent(mine), boxes.extent(part)
-        add = assembled(worker, slices, own, (whole, less), once=False)
-        copy = assembled(worker, own, slices, (less, whole), once=True)
+        give = [Piece.of(peer, each, own) for peer, each in zip(peers, parts, strict=True)]
+        take = [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)]
+        kept = [Piece.of(peer, part, part) for peer in peers]
+        less = boxes.extent(part)
+        add = assembled(worker, give, kept, (boxes.extent(own), less), once=False)
+        copy = assembled(worker, kept, take, (less, boxes.extent(mine)), once=True)
         return add, copy
 
     def copy_within(self, worker: int) -> Plan:

@@ -26,6 +26,7 @@ MANY, MORE = 4, 2**14
 # pages all would read at once, 16 workers get their copies in 0.5 ms so, and in 1.2 ms from one of
 # them. Eight workers take longer by parts, as there are twice as many messages.
 WIDE = 16
+Hosts = tuple[int, ...]  # for each worker of the job the number of its host
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
+def route(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> tuple[Plan, ...]:
     """The exchanges that take a tensor from `source` to `target`, as `worker` sees them.
 
     One exchange, but for a sum of copies whose result all of them need: there each first sums one
@@ -109,7 +110,7 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     else:
         by_parts = copies >= MANY and numel > MORE and sums_elsewhere(source, target)
     if not by_parts:
-        return (plan(source, target, worker),)
+        return (plan(source, target, worker, hosts),)
     # The boxes may be too thin to be split along a dimension, so their elements are put in a row:
     # halves of any size can be cut then, and a contiguous tensor is not copied for it.
     flat = flattened(copied)
@@ -123,8 +124,8 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     fine = Cut(cut.axes + flat.separate, intervals)
     scattered = Layout(flat.partition, flat.shape, (fine,), flat.shared)
     return (
-        plan(flattened(source), scattered, worker),
-        plan(scattered, flattened(target), worker),
+        plan(flattened(source), scattered, worker, hosts),
+        plan(scattered, flattened(target), worker, hosts),
     )
 
 
@@ -181,15 +182,21 @@ def flattened(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def plan(source: Layout, target: Layout, worker: int) -> Plan:
-    """One exchange from `source` to `target`, as `worker` sees it."""
+def plan(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> Plan:
+    """One exchange from `source` to `target`, as `worker` sees it.
+
+    Args:
+        source, target: the layouts.
+        worker: whose plan this is.
+        hosts: of all workers of the job; empty if there is one host.
+    """
     # For each separate value of an index, one piece, whoever holds it; in the order of the source's
     # grid: so all workers that get a copy of a sum add in one order.
     wanted, target_shape = target.box(worker), box_shape(target, worker)
     takes: tuple[Piece, ...] = ()
     if wanted is not None:
         takes = tuple(
-            Piece.of(giver_of(source, place, target, worker), part, wanted)
+            Piece.of(giver_of(source, place, target, worker, hosts), part, wanted)
             for place, part in source.agreement(wanted)
         )
     if target.owns_once and all(target.partition.shape[axis] == 1 for axis in target.shared):
@@ -199,7 +206,7 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
     # Whether every worker takes only from itself: of all workers, not of this one, since a group
     # that has nothing to send makes no exchange at all, and everybody must know that.
     is_silent = all(
-        giver_of(source, place, target, each) == each
+        giver_of(source, place, target, each, hosts) == each
         for each in target.partition.ranks
         if (box := target.box(each)) is not None
         for place, _ in source.agreement(box)
@@ -212,7 +219,7 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         and not source.shared
         and all(boxes.all_overlap(give.intervals, take.intervals) for give, take in cuts)
     )
-    gives = _gives(source, target, worker)
+    gives = _gives(source, target, worker, hosts)
     shapes = box_shape(source, worker), target_shape
     return assembled(worker, gives, takes, shapes, source.owns_once, is_silent, is_dense)
 
@@ -247,7 +254,7 @@ def assembled(
     )
 
 
-def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
+def _gives(source: Layout, target: Layout, worker: int, hosts: Hosts) -> Iterator[Piece]:
     """The pieces of this worker's box for all takers who turn to it."""
     own, box = source.partition.coordinates(worker), source.box(worker)
     if own is None or box is None:
@@ -255,21 +262,28 @@ def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     place = tuple(0 if axis in source.shared else at for axis, at in enumerate(own))
     for there, part in target.agreement(box):
         for taker in target.holders(there):
-            if giver_of(source, place, target, taker) == worker:
+            if giver_of(source, place, target, taker, hosts) == worker:
                 yield Piece.of(taker, part, box)
 
 
-def giver_of(source: Layout, place: Coordinates, target: Layout, taker: int) -> int:
+def giver_of(
+    source: Layout, place: Coordinates, target: Layout, taker: int, hosts: Hosts = ()
+) -> int:
     """Which holder of a value gives it to `taker`: the one beside it, itself if it can be.
 
     Holders differ along the shared axes. A taker that is one of the source's workers turns to the
-    holder at its own coordinates along these; others take turns.
+    holder at its own coordinates along these; others take turns. Holders on the taker's own host
+    come first.
     """
+    holders = source.holders(place)
+    if hosts:
+        holders = [each for each in holders if hosts[each] == hosts[taker]] or holders
     own = source.partition.coordinates(taker)
     if own is not None:
-        beside = [own[a] if a in source.shared else at for a, at in enumerate(place)]
-        return source.partition.worker_at(beside)
-    holders = source.holders(place)
+        at = [own[a] if a in source.shared else n for a, n in enumerate(place)]
+        beside = source.partition.worker_at(at)
+        if beside in holders:
+            return beside
     turn = target.partition.place(taker)  # so that no holder has to answer all of them
     assert turn is not None
     return holders[turn % len(holders)]

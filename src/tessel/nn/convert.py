@@ -27,7 +27,7 @@ from tessel.core.agreement import agree, entered, tell
 from tessel.core.checksum import checksum
 from tessel.core.context import setting
 from tessel.core.graph import current_trace, in_graphs, outside_of_graphs
-from tessel.core.handles import HasHandle
+from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, zero_volume_tensor
 from tessel.core.linop import enter, is_traced
 from tessel.core.partition import Partition
@@ -469,7 +469,12 @@ class Entrance(HasHandle):
 
     def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
-        return fix_shapes((args, kwargs)) and not is_in_model() and not is_averaged()
+        return (
+            not _has_recurrence(self.handle)
+            and fix_shapes((args, kwargs))
+            and not is_in_model()
+            and not is_averaged()
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # what a compiler sees is that all of this is one call: it knows no variables of a context
@@ -683,6 +688,13 @@ class Entrance(HasHandle):
             return SpreadTensor(part.view_as(value), layout)
 
         return nested(enter, (args, kwargs))
+
+
+@constant_in_graphs  # not even the module itself may be looked at by Dynamo
+def _has_recurrence(handle: str) -> bool:
+    """Whether a compiler cannot look into this model: Dynamo breaks graphs at LSTM, GRU and RNN."""
+    found = any(isinstance(each, nn.RNNBase) for each in object_of(handle).module.modules())
+    return found and not getattr(torch._dynamo.config, "allow_rnn", False)
 
 
 def as_parts(result: Any) -> Any:

@@ -140,16 +140,31 @@ LAUNCHERS = (OPEN_MPI, MVAPICH, MPICH, JSRUN, FLUX, SLURM)
 CHOICES = ("auto", "none", *(each.name for each in LAUNCHERS))
 # Variables of launchers that say neither how many tasks there are nor where they meet, or of those
 # who forgot the other half: from which number on a process is one of several. Scripts of PBS are
-# task 1 on node 0, and tasks of pbsdsh are counted from there.
+# task 1 on node 0, and tasks of pbsdsh are counted from there; blaunch counts from 1, and scripts
+# of LSF are no task. Scripts of sbatch are task 0 of all, and of no step.
 _ONE_OF_SEVERAL = {
     "WORLD_SIZE": (2, "RANK is not set"),
     "RANK": (1, "WORLD_SIZE is not set"),
+    "LOCAL_WORLD_SIZE": (2, "RANK and WORLD_SIZE are not set"),
+    "LOCAL_RANK": (1, "RANK and WORLD_SIZE are not set"),
+    "SLURM_PROCID": (1, "SLURM_STEP_ID has no number of a step of srun"),
+    "SLURM_STEP_NUM_TASKS": (2, "SLURM_STEP_ID has no number of a step of srun"),
+    "MPI_NRANKS": (2, "Tessel does not know how tasks of Platform MPI meet"),
+    "MPI_RANKID": (1, "Tessel does not know how tasks of Platform MPI meet"),
+    "LSF_PM_TASKID": (1, "blaunch does not say of how many"),
     "PMIX_RANK": (1, "PMIx does not say of how many"),
     "ALPS_APP_PE": (1, "aprun does not say of how many"),
     "PBS_VNODENUM": (1, "pbsdsh gives no numbers from 0 on; start tasks with mpirun"),
     "PBS_NODENUM": (1, "pbsdsh gives no numbers from 0 on; start tasks with mpirun"),
     "PBS_TASKNUM": (2, "pbsdsh gives no numbers from 0 on; start tasks with mpirun"),
+} | {
+    name: (first, f"{launcher.rank[0]} and {launcher.workers[0]} are not set")
+    for launcher in LAUNCHERS
+    for names, first in ((launcher.local_rank, 1), (launcher.local_workers, 2))
+    for name in names
 }
+# in which jobs of one task such numbers mean nothing
+_OF_ONE_TASK = {"PBS_": "PBS_NP", "LSF_": "LSB_DJOB_NUMPROC"}
 
 
 @dataclass(frozen=True)
@@ -232,6 +247,13 @@ def find_job(environ: Environ) -> LaunchedJob | None:
             f"{_said(environ, has)} says that {launcher.command} has started this task, but "
             f"{lacks[0]} is not set; {_WAY_OUT}"
         )
+    if launcher is SLURM and rank >= workers:
+        # tasks are counted over all components, and each component says how many it has
+        raise ValueError(
+            f"{_said(environ, SLURM.rank)} is not below {_said(environ, SLURM.workers)}, as in the "
+            "steps of heterogeneous jobs, which are not supported: start all tasks in one "
+            f"component (srun --het-group=0), or {_WAY_OUT}"
+        )
     _check(environ, rank < workers, launcher, launcher.rank, launcher.workers)
     for name, value in (("RANK", rank), ("WORLD_SIZE", workers)):
         if environ.get(name) and environ[name] != str(value):
@@ -295,10 +317,19 @@ def _check_alone(environ: Environ) -> None:
     """Raise if a process without a launcher that is known is one of several tasks all the same."""
     if environ.get(CHOICE) == "none":
         return
+    said = environ.get("WORLD_SIZE", "").strip()
+    if said and not (said.isascii() and said.isdigit()):
+        raise ValueError(
+            f"WORLD_SIZE must be a whole number, got {environ['WORLD_SIZE']!r}, and RANK is not "
+            f"set; unset it, {_WAY_OUT}"
+        )
+    has_step = _step(environ).isdigit()  # an interactive shell is a step without tasks
     for name, (first, lacks) in _ONE_OF_SEVERAL.items():
-        said = environ.get(name, "")
+        said = environ.get(name, "").strip()
         is_numbered = said.isascii() and said.isdigit() and int(said) >= first
-        if is_numbered and not (name.startswith("PBS_") and environ.get("PBS_NP") == "1"):
+        counts = (_OF_ONE_TASK[each] for each in _OF_ONE_TASK if name.startswith(each))
+        is_alone = any(environ.get(count) == "1" for count in counts)
+        if is_numbered and not is_alone and not (has_step and name.startswith("SLURM_")):
             raise ValueError(
                 f"{name}={said} says that this is one of several tasks, but {lacks}; {_WAY_OUT}"
             )
@@ -313,9 +344,14 @@ def _is_present(environ: Environ, launcher: Launcher) -> bool:
     """Whether this process is a task of the launcher."""
     if launcher is SLURM:
         # The shells of salloc and sbatch have the numbers of tasks, too, but are no tasks.
-        step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+        step = _step(environ)
         return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
     return any(environ.get(name) for name in (*launcher.rank, *launcher.workers))
+
+
+def _step(environ: Environ) -> str:
+    """The step of SLURM that this process belongs to."""
+    return environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
 
 
 def _number(environ: Environ, names: tuple[str, ...]) -> int | None:
