@@ -20,6 +20,7 @@ import torch
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.adoption import adopted
+from tessel.tensor.aliases import apart, is_copy, note_view, outdate_copies, put_back
 from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
@@ -49,17 +50,13 @@ from tessel.tensor.table import (
     computed,
     gathered,
     held_layouts,
-    is_copy,
     is_whole,
     made,
     moved,
-    note_view,
     of_cuts,
     opened,
-    outdate_copies,
     outlines,
     parts,
-    put_back,
     recut,
     rule,
     shared_whole,
@@ -560,6 +557,12 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
 
 def _assign(x: Tensor, items: list[Any], value: Any) -> None:
     """Values for a region, which every worker has a part of."""
+    if isinstance(value, Tensor) and not value._originals and "_taken" in value.__dict__:
+        base, taken = value.__dict__["_taken"]
+        if base() is x and taken == items:  # a view of this, as `x[items] += y` puts it back
+            changed(x)
+            return
+    value = apart(value, x)
     picks = tuple(each for each in items if each is not None)
     part, layout = x._part, x._layout
     region = _region(layout, picks)
