@@ -88,7 +88,9 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False, detached: bool = False
         detached: whether it has no history in common with `x`.
     """
     known = Aliases.of(x)
-    if not (y if copied else x)._part.numel() and y._part.requires_grad:
+    # a slice that is not finished has no part yet, and must not be asked for it
+    empty = (y if copied else x) if "_part" in y.__dict__ else None
+    if empty is not None and not empty._part.numel() and y._part.requires_grad:
         # The second derivative of a view of nothing that is changed is a constant in torch, and
         # this worker would skip exchanges: see `share_history`. Where x has values, a view of
         # none of them is torch's own.
