@@ -22,12 +22,14 @@ def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def _reshaped(draw: random.Random, shape: tuple[int, ...]) -> tuple[int, ...]:
+def reshaped(draw: random.Random, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Another shape of as many values: two dimensions become one, or one becomes two."""
     dims = list(shape)
     if len(dims) > 1 and draw.random() < 0.5:
         at = draw.randrange(len(dims) - 1)
         return (*dims[:at], dims[at] * dims[at + 1], *dims[at + 2 :])
+    if not dims:
+        return (1,)
     at = draw.randrange(len(dims))
     first = draw.choice(_divisors(dims[at])) if dims[at] else 1
     return (*dims[:at], first, dims[at] // max(1, first), *dims[at + 1 :])
@@ -42,7 +44,7 @@ def step(draw: random.Random, shape: tuple[int, ...]) -> tuple[str, Step]:
     start = draw.randrange(length + 1)
     stop = draw.randrange(start, length + 1)
     amount, seed = draw.randrange(-3, 4), draw.randrange(99)
-    new = _reshaped(draw, shape)
+    new = reshaped(draw, shape)
     index = (
         torch.tensor([draw.randrange(length) for _ in range(draw.randrange(1, 5))])
         if length

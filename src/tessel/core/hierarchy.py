@@ -1,10 +1,10 @@
 """Hierarchy: exchanges of several hosts, in which each value crosses between two hosts once.
 
-Workers of one host that store the same box are a *local group*. What they would each send to another host,
-or each get from it, is one thing: terms of a sum are added within the group first, and copies are
-made within the group last. Of a value that several hosts hold, each takes its own copy. Between
-hosts a group is one: each of its workers carries a slice of the box, or one of them all of it if
-that is little. So a movement has up to three exchanges:
+Workers of one host that store the same box are a *local group*. What they would each send to
+another host, or each get from it, is one thing: terms of a sum are added within the group first,
+and copies are made within the group last. Of a value that several hosts hold, each takes its own
+copy. Between hosts a group is one: each of its workers carries a slice of the box, or one of them
+all of it if that is little. So a movement has up to three exchanges:
 
     within groups: each adds up its slice  →  between hosts  →  within groups: all get all slices
 

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch._C import DispatchKey, _EnableTorchFunction, _ForceDispatchKeyGuard
 
-from tessel.tensor.table import as_spread, held_layouts, note_view, spread_among, unsupported
+from tessel.tensor.aliases import note_view
+from tessel.tensor.table import as_spread, held_layouts, spread_among, unsupported
 from tessel.tensor.tensor import Tensor
 
 Operator = Callable[..., Any]
@@ -145,7 +146,8 @@ def of_values(value: Any) -> Any:
     """A tensor without its history, which is not that of the result's part."""
     if not isinstance(value, Tensor):
         return value
-    return note_view(Tensor(value._part.detach(), value._layout, records=False), value)
+    y = Tensor(value._part.detach(), value._layout, records=False)
+    return note_view(y, value, detached=True)
 
 
 def pulled_back(function: Operator, grad: Any, *operands: Any) -> Any:

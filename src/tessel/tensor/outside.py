@@ -26,13 +26,12 @@ from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator, operator_of
 from tessel.core.partition import Outline, Partition
 from tessel.core.shared import anchored_zeros
+from tessel.tensor.aliases import become, note_view
 from tessel.tensor.rules.pointwise import is_in_place, new_layout
 from tessel.tensor.table import (
     Arguments,
     Settings,
-    become,
     held_layouts,
-    note_view,
     outlines,
     outlining,
     parts,

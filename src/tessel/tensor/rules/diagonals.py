@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tessel.core.layout import Cut
+from tessel.tensor.aliases import note_view
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.pointwise import changed, check_change
 from tessel.tensor.rules.reductions import argument
@@ -17,7 +18,6 @@ from tessel.tensor.table import (
     computed,
     made,
     moved,
-    note_view,
     of_cuts,
     opened,
     outlines,

@@ -20,6 +20,15 @@ import torch
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.adoption import adopted, slices_of
+from tessel.tensor.aliases import (
+    apart,
+    become_view,
+    is_copy,
+    may_go_back,
+    note_view,
+    outdate_copies,
+    put_back,
+)
 from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
@@ -30,13 +39,7 @@ from tessel.tensor.rules.masks import (
     places_of,
     put_at_mask,
 )
-from tessel.tensor.rules.pointwise import (
-    changed,
-    check_change,
-    fitted,
-    may_go_back,
-    pointwise,
-)
+from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.rules.rows import (
     Write,
@@ -51,22 +54,17 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
-    become_view,
     check_fits,
     computed,
     gathered,
     held_layouts,
-    is_copy,
     is_whole,
     made,
     moved,
-    note_view,
     of_cuts,
     opened,
-    outdate_copies,
     outlines,
     parts,
-    put_back,
     recut,
     rule,
     shared_whole,
@@ -567,6 +565,12 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
 
 def _assign(x: Tensor, items: list[Any], value: Any) -> None:
     """Values for a region, which every worker has a part of."""
+    if isinstance(value, Tensor) and not value._originals and "_taken" in value.__dict__:
+        base, taken = value.__dict__["_taken"]
+        if base() is x and taken == items:  # a view of this, as `x[items] += y` puts it back
+            changed(x)
+            return
+    value = apart(value, x)
     picks = tuple(each for each in items if each is not None)
     part, layout = x._part, x._layout
     region = _region(layout, picks)
@@ -704,7 +708,7 @@ def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         found = slices_of(view)
         if found and adopted(plain, _around("__setitem__", plain, found, value), view):
             plain[found] = value
-            become_view(view, plain[found], plain)
+            become_view(view, plain[found])
             return view
     return pointwise(name, func, args, kwargs)
 

@@ -12,6 +12,17 @@ import torch
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.adoption import adopted
+from tessel.tensor.aliases import (
+    Aliases,
+    apart,
+    either,
+    is_copy,
+    may_go_back,
+    note_view,
+    outdate_copies,
+    share_history,
+    withhold_original,
+)
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -19,22 +30,17 @@ from tessel.tensor.table import (
     check_together,
     check_whole,
     held_layouts,
-    is_copy,
     is_whole,
     made,
     moved,
-    note_view,
     of_cuts,
     opened,
-    outdate_copies,
     outlines,
     parts,
     rule,
-    share_history,
     sliced,
     tensors,
     unsupported,
-    withhold_original,
 )
 from tessel.tensor.tensor import Tensor, open_part
 from tessel.transport import kept_in_job
@@ -43,20 +49,25 @@ from tessel.transport import kept_in_job
 ALSO = frozenset(
     (
         *("hardswish", "leaky_relu", "softsign", "tanhshrink", "logsigmoid", "log_sigmoid"),
-        *("_threshold", "contiguous", "type", "float", "double", "half", "bfloat16", "int"),
-        *("long", "bool", "short", "char", "byte", "cpu", "cuda", "fill", "zero", "floor_divide"),
-        *("multiply", "subtract", "divide", "real", "imag", "zeros_like", "ones_like"),
-        *("full_like", "empty_like", "get real", "get imag", "cfloat", "cdouble", "chalf"),
-        *("less", "greater", "less_equal", "greater_equal", "not_equal", "negative", "absolute"),
-        *("resolve_conj", "resolve_neg", "conj_physical", "isreal", "float_power"),
-        *("complex", "polar", "conj", "isclose", "fix", "arccos", "arccosh", "arcsin", "arcsinh"),
-        *("arctan", "arctan2", "arctanh"),
+        *("_threshold", "fill", "zero", "floor_divide", "multiply", "subtract", "divide"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "less", "greater", "less_equal"),
+        *("greater_equal", "not_equal", "negative", "absolute", "conj_physical", "isreal"),
+        *("float_power", "complex", "polar", "isclose", "fix", "arccos", "arccosh", "arcsin"),
+        *("arcsinh", "arctan", "arctan2", "arctanh"),
         *(f"special_{name}" for name in ("digamma", "erf", "erfc", "erfinv", "exp2", "expit")),
         *(f"special_{name}" for name in ("expm1", "gammainc", "gammaincc", "gammaln", "i0")),
         *(f"special_{name}" for name in ("log1p", "logit", "multigammaln", "ndtr", "polygamma")),
         *(f"special_{name}" for name in ("psi", "round", "sinc", "xlogy")),
     )
 )
+
+# views of complex numbers, and real numbers themselves
+_OF_COMPLEX = frozenset(("real", "get real", "imag", "get imag", "conj", "resolve_conj"))
+# what gives the tensor itself if it is so already
+_ALREADY = _OF_COMPLEX | {
+    *("type", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf", "int", "long"),
+    *("short", "char", "byte", "bool", "cpu", "cuda", "contiguous", "resolve_neg"),
+}
 
 # what gives a number or a truth value, for which a tensor must be whole
 _NUMBERS = frozenset(("equal", "__bool__", "__float__", "__int__", "__index__", "__complex__"))
@@ -77,7 +88,7 @@ def is_pointwise(name: str) -> bool:
     tagged = isinstance(packet, torch._ops.OpOverloadPacket) and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
-    return plain in ALSO or tagged
+    return plain in ALSO or plain in _ALREADY or tagged
 
 
 _OPERATORS = {"rdiv": "div", "truediv": "div", "rpow": "pow", "invert": "bitwise_not"}
@@ -114,8 +125,8 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         for each in tensors(args[1:], kwargs):
             other = each._layout.shape if isinstance(each, Tensor) else tuple(each.shape)
             check_fits(first._layout.shape, other)
-        others = [fitted(each, first._layout) for each in args[1:]]
-        settings = {key: fitted(each, first._layout) for key, each in kwargs.items()}
+        others = [fitted(apart(each, first), first._layout) for each in args[1:]]
+        settings = {key: fitted(apart(e, first), first._layout) for key, e in kwargs.items()}
         func(first._part, *others, **settings)
         if goes_back:
             withhold_original(first)
@@ -164,11 +175,10 @@ def keep_hooks(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
     a part that is one, as a convolution that computes a row more than it gives. So a copy of the
     part is changed.
     """
-    part = target._part
-    kin = target.__dict__.get("_kin", ())
-    if not part._is_view() or (kin and kin[0]() is not target):  # or torch forgets them, too
+    part, aliases = target._part, Aliases.of(target)
+    if not part._is_view() or not aliases.begin_with(target):  # or torch forgets them, too
         return
-    if any(each() not in (None, target) for each in kin[1:]):
+    if any(each is not target for each in aliases):
         raise unsupported(name, "it would change views of a tensor that has hooks", *layouts)
     target._part = part.clone()
 
@@ -184,19 +194,13 @@ _AUGMENTED = frozenset(
 )
 
 
-def may_go_back(x: Tensor) -> bool:
-    """Whether `x` is a copy of some items of one tensor, which Python may put back there."""
-    is_direct = len(x._originals) == 1 and is_copy(x)
-    return is_direct and "_taken" in x.__dict__ and open_part(x) is x._part
-
-
 def changed(target: Tensor) -> Tensor:
     """A tensor whose part was changed in place: it needs a gradient if its part does now."""
     part = target._part
     if part.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
-        if not part.numel() and "_kin" in target.__dict__ and torch.is_grad_enabled():
+        if not part.numel() and "_aliases" in target.__dict__ and torch.is_grad_enabled():
             share_history(target)
     outdate_copies(target)
     return target
@@ -263,15 +267,31 @@ def broadcast(layout: Layout, target: Layout) -> Layout:
     return replace(target, shape=layout.shape, cuts=cuts)
 
 
-@rule("to", "type_as", plain=True)
+@rule("to", "type_as", "positive", "__pos__", *_ALREADY, plain=True)
 def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """As another tensor is, whose layout plays no part."""
+    """As another tensor is, whose layout plays no part; the tensor itself if it is so already."""
     y = func(*parts(args), **parts(kwargs))
-    if not isinstance(args[0], Tensor):
+    if not isinstance(args[0], Tensor) or not isinstance(y, torch.Tensor):
         return y
-    if y is args[0]._part:
-        return args[0]
-    return made(y, args[0]._layout)
+    x, layout = args[0], args[0]._layout
+    if name == "contiguous" and not tells_strides(layout):
+        return either(y, layout, x)
+    if y is open_part(x):
+        return x
+    found = made(y, layout)
+    return note_view(found, x) if name in _OF_COMPLEX and y._is_view() else found
+
+
+@kept_in_job
+def tells_strides(layout: Layout, dims: tuple[int, ...] = ()) -> bool:
+    """Whether strides of each part are those of the whole: of one index they say nothing.
+
+    Args:
+        layout: of the whole.
+        dims: whose strides, if not those of all dimensions.
+    """
+    pairs = [(layout.shape[dim], layout.cuts[dim]) for dim in dims or range(len(layout.shape))]
+    return all(b - a > 1 or b - a == n for n, cut in pairs for a, b in cut.intervals)
 
 
 @rule("prelu")
@@ -292,7 +312,10 @@ def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("get data", "detach")
 def detach(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The same part without its history."""
-    return note_view(made(args[0]._part.detach(), args[0]._layout), args[0])
+    x = args[0]
+    # of `data` autograd does not hear that it is changed
+    part = x._part.data if name == "get data" else x._part.detach()
+    return note_view(made(part, x._layout), x, detached=True)
 
 
 @rule("new_tensor")

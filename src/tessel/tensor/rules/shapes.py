@@ -14,18 +14,17 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros
+from tessel.tensor.aliases import become, either, note_view
 from tessel.tensor.rules.hosting import along, hosted, reshaped_along, split_like
-from tessel.tensor.rules.pointwise import broadcast, common_layout
+from tessel.tensor.rules.pointwise import broadcast, common_layout, tells_strides
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
-    become,
     computed,
     made,
     moved,
-    note_view,
     of_cuts,
     opened,
     outlines,
@@ -85,9 +84,28 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             return note_view(y, x, copied=True)
         same = layout if after == layout.shape else reshaped_along(layout, after, (last,))
         return note_view(made(func(opened(x)[0], *args[1:], **kwargs), same), x)
+    if name == "ravel":
+        return x.contiguous().view(-1)
+    if name == "flatten" and after == layout.shape:  # torch gives the tensor itself
+        return x
     loose, target = _reshaped(layout, after)
-    y = made(moved(x, loose).reshape(target.local_shape), target)
-    return note_view(y, x, copied=loose != layout)
+    y = moved(x, loose).reshape(target.local_shape)
+    if name in _COPYING and loose == layout and not _tells_copies(layout, after):
+        return either(y, target, x)
+    return note_view(made(y, target), x, copied=loose != layout)
+
+
+_COPYING = frozenset(("reshape", "reshape_as", "flatten"))  # others raise instead
+
+
+@kept_in_job
+def _tells_copies(layout: Layout, after: Shape) -> bool:
+    """Whether a part is copied where the whole would be, if dimensions that become one say so."""
+    for before, _ in _blocks(layout.shape, after):
+        dims = tuple(dim for dim in before if layout.shape[dim] != 1)
+        if len(dims) > 1 and not tells_strides(layout, dims):
+            return False
+    return True
 
 
 @dataclass
@@ -227,16 +245,21 @@ def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def reshape_in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The tensor gets the part and the layout that the result has; its values stay."""
     x = args[0]
-    if x.is_leaf and x.requires_grad:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a leaf Variable that requires grad is being used in an in-place operation."
-            )
-        raise unsupported(
-            name, "a leaf would get another part than that of its gradient", x._layout
+    if not torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():  # torch forbids to ask some views this
+            if x.requires_grad:
+                why = "where nothing is recorded it would lose its history or its gradient"
+                raise unsupported(name, why, x._layout)
+    elif x.is_leaf and x.requires_grad:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
         )
     if open_part(x) is not x._part:
         raise unsupported(name, "it would change what a function of its own gave", x._layout)
+    if x.requires_grad and not torch.is_grad_enabled():
+        raise unsupported(
+            name, "where nothing is recorded it would lose its history or its gradient", x._layout
+        )
     return become(x, getattr(torch.Tensor, name[:-1])(*args, **kwargs))
 
 
@@ -430,9 +453,10 @@ def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         reads = recut(layout, dim, Cut(old.axes, tuple(wide)))
     target = with_whole(recut(layout, dim, cut, count), len(layout.shape), size)
     part = moved(x, reads)
-    if 0 in target.local_shape:  # torch has no windows of what is too short
-        return made(anchored_zeros(target.local_shape, part), target)
-    return note_view(made(part.unfold(dim, size, step), target), x, copied=reads != layout)
+    # torch has no windows of what is too short
+    is_empty = 0 in target.local_shape
+    y = anchored_zeros(target.local_shape, part) if is_empty else part.unfold(dim, size, step)
+    return note_view(made(y, target), x, copied=reads != layout)
 
 
 def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

@@ -1,0 +1,119 @@
+"""Random programs of views and changes in place: values and derivatives of torch, or an error.
+
+A silent wrong number would be one that torch changes by way of a view, and that is a copy here.
+
+Tests `tensor/aliases.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import tessel
+from covering import repeats
+from view_programs import run_programs
+
+Run = Callable[..., list[Any]]
+COUNT = 60  # programs; `run_programs(first, count)` tries others
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_random_programs_of_views(run: Run, nprocs: int) -> None:
+    """All workers raise alike, and a step that raised has changed nothing."""
+    results = run(run_programs, 1000 * nprocs, repeats(COUNT), nprocs=nprocs, timeout=100)
+    for program in zip(*results, strict=True):
+        assert not any(wrong for wrong, _ in program), program[0][0]
+        # torch says in errors which shapes parts have
+        raised = {tuple(each[:70] for each in errors) for _, errors in program}
+        assert len(raised) == 1, raised
+
+
+def rows(*lengths: int) -> Any:
+    """A tensor of three rows and four columns, split along the rows."""
+    values = torch.arange(12.0, dtype=torch.float64).reshape(3, 4).sin()
+    P = tessel.world().create_cartesian_topology_partition([tessel.world().size, 1])
+    return tessel.spread(values, tessel.Layout.from_lengths(P, [list(lengths), [4]]))
+
+
+def give_itself() -> None:
+    """What torch gives itself where nothing is to be done, it is here, too."""
+    x = rows(3, 0, 0) * 1
+    for name in ("double", "cpu", "conj", "resolve_conj", "positive"):
+        assert getattr(x, name)() is x, name
+    assert x.real is x and x.flatten(1) is x and F.dropout(x, training=False) is x
+    taken = x[1:]
+    x.to(torch.float64).add_(1)
+    with pytest.raises(ValueError, match="take the view after the change"):
+        taken.sum()
+    z: Any = torch.complex(x, x)
+    z.real.mul_(2)
+    assert torch.equal(z.full().real, 2 * x.full())
+
+
+def note_copies_of_copies() -> None:
+    """Copies of what is gone are outdated with what they are of."""
+    x = rows(1, 1, 1) * 1
+    two = x[1:][:, 1:]
+    x.add_(1)
+    with pytest.raises(ValueError, match="take the view after the change"):
+        two.sum()
+    # of a worker with one row, strides do not say whether torch copies
+    y = x.t().contiguous()
+    y.mul_(2)
+    with pytest.raises(ValueError, match="take the view after the change"):
+        x.sum()
+
+
+def leave_data_alone() -> None:
+    """What is changed by way of `data` autograd does not hear of."""
+    x = rows(1, 0, 2).requires_grad_()
+    y = (x * 1).relu()
+    z = y.sum()
+    y.data.sub_(0.1)  # torch has the values of now in the derivative
+    z.backward()
+    assert torch.equal(x.grad.full(), (y.full() > 0).double())
+    kept = (x * 1).detach()
+    of_kept = kept.data
+    kept.mul_(x)
+    assert kept.requires_grad and not of_kept.requires_grad
+
+
+def write_what_overlaps() -> None:
+    """Workers with values and those without do alike."""
+    x, alone = rows(3, 0, 0) * 1, rows(3, 0, 0).full().clone()
+    x[:] = x[:, 1:2]
+    alone[:] = alone[:, 1:2].clone()
+    assert torch.equal(x.full(), alone)
+    x.add_(x[:, :1])
+    alone.add_(alone[:, :1].clone())
+    assert torch.equal(x.full(), alone)
+
+
+def derive_twice() -> None:
+    """Where a worker has nothing of what is changed, derivatives of second order are the same."""
+    for split in (False, True):
+        x = (rows(1, 1, 1) if split else rows(1, 1, 1).full()).requires_grad_()
+        y = x * x * 0.5
+        y[2:, 1:2] *= 3.0
+        view = y.view(3, 2, 2)
+        view.mul_(0.5)
+        (first,) = torch.autograd.grad(y.sum() + view.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first * 2).sum(), x)
+        if not split:
+            expected = second
+    assert torch.allclose(second.full(), expected)
+
+
+CHECKS = (
+    *(give_itself, note_copies_of_copies, leave_data_alone, write_what_overlaps, derive_twice),
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_views(run: Run, check: Callable[[], None]) -> None:
+    run(check, nprocs=3, timeout=60)
