@@ -32,10 +32,10 @@ two calls, in float64, with random weights. `make zoo` installs the packages, at
 - *sent*: what a worker sends in a step, forward and backward, most of which is gradients of weights
   where a model is as small as these are.
 - *memory*: of the tensors that are alive at once in a step after `zero_grad()`, on the worker with
-  most, relative to one process; parameters do not count. Activations are split. Gradients of weights
-  are whole on every worker, and where inputs are as small as these are they may be most of it, as in
-  a ResNet-18. While they are summed, those of up to 4 MiB that travel together take their memory
-  twice, and a larger one up to twice while the next is computed, as
+  most, relative to one process; parameters do not count. Activations are split. Gradients of
+  weights are whole on every worker, and where inputs are as small as these are they may be most of
+  it, as in a ResNet-18. While they are summed, those of up to 4 MiB that travel together take their
+  memory twice, and a larger one up to twice while the next is computed, as
   [models](models.md#gradients-in-few-messages) says: that can make a worker's peak larger than that
   of one process.
 - *gathered*: functions that have no rule, and compute with whole operands on every worker.
