@@ -47,7 +47,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _forget_routes() -> None:
-    for remembering in (route, hierarchy.groups, hierarchy._uses):
+    for remembering in (route, hierarchy.local_groups, hierarchy._uses):
         remembering.cache_clear()
 
 
