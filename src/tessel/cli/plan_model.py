@@ -31,6 +31,7 @@ from tessel.operators.space import Shape
 from tessel.operators.units import num_bytes, num_seconds, ranking
 
 _BACKWARD = 2  # times the operations of a forward pass: gradients of inputs, and of weights
+_COPY = 2  # each value is read and written
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -210,7 +211,16 @@ def best_grids(
     if not grids:
         raise ValueError(f"an input of shape {shape} cannot be split over {workers} workers")
     found = [predicted(calls, parameters, grid, workers, machine) for grid in grids]
-    return sorted(found, key=lambda each: (each.time, each.bytes))
+    # Of those that are predicted alike the one that splits leading dimensions, whose halos are
+    # contiguous: the last digits differ by the order in which layers are added up.
+    return sorted(
+        found,
+        key=lambda each: (
+            float(f"{each.time:.9g}"),
+            each.bytes,
+            *(-parts for parts in each.partition),
+        ),
+    )
 
 
 def predicted(
@@ -221,24 +231,43 @@ def predicted(
     received = messages = 0
     for call in calls:
         share = _largest(call.target, grid) / max(1, prod(call.target))
-        passed = _largest(call.source, grid) + _largest(call.target, grid)
-        nothing = 0, 0, 0.0, 1.0
+        given = _largest(call.source, grid)
+        passed = given + _largest(call.target, grid)
+        nothing = 0, 0, 0.0, 0
         halo = halo_of(call, grid, rates, machine) if call.window else nothing
-        num_bytes, neighbours, seconds, width = halo
-        # Borders are computed apart, from strips that are thinner than what they read: thin parts
-        # take time for what they read, not for what they give.
-        once = call.flops * share * width / rates.matrix
-        once += passed * call.itemsize / rates.memory
+        num_bytes, neighbours, seconds, dims = halo
+        # Thin parts compute in the time of what they give (`tensor/thin_volumes.py`). Where several
+        # dimensions have a halo, the part is put together with what others gave of all but one.
+        passed += _COPY * max(0, dims - 1) * given
+        once = call.flops * share / rates.matrix + passed * call.itemsize / rates.memory
         computing += (1 + _BACKWARD) * (once + rates.step)
         if call.sums and workers > 1:
             messages += 2 * (workers - 1)
             exchanging += 2 * rates.latency * (workers - 1)
+            exchanging += 2 * between_hosts(0, workers, machine)
         received += 2 * num_bytes
         messages += 2 * neighbours
         exchanging += 2 * seconds
     if workers > 1:  # gradients: each worker sums its share, and gives it to the others
         exchanging += 2 * parameters / rates.bandwidth
+        exchanging += 2 * between_hosts(parameters, workers, machine)
     return ModelCandidate(grid, computing + exchanging, computing, received, messages)
+
+
+def between_hosts(num_bytes: int, workers: int, machine: Machine) -> float:
+    """Seconds between hosts of half a sum that all workers get: each host adds a part of it.
+
+    The other half, in which each host gives its part to the others, takes as long.
+    """
+    network = machine.network
+    if network is None or workers <= network.workers_per_host:
+        return 0.0
+    hosts = ceil(workers / network.workers_per_host)
+    sent = (hosts - 1) / hosts * num_bytes  # by each host
+    seconds = (hosts - 1) * network.latency + sent / network.bandwidth
+    if network.bisection:
+        seconds += sent * hosts / network.bisection
+    return seconds
 
 
 def _largest(shape: Shape, grid: Shape) -> int:
@@ -249,10 +278,10 @@ def _largest(shape: Shape, grid: Shape) -> int:
 
 def halo_of(
     call: LayerCall, grid: Shape, rates: Rates, machine: Machine
-) -> tuple[int, int, float, float]:
+) -> tuple[int, int, float, int]:
     """One exchange of a worker inside of the grid: the bytes that it receives, from how many
-    neighbours, the seconds of it, and how much more is read than the part alone."""
-    own, wide, reached, outside = 1, 1, 1, 0.0
+    neighbours, the seconds of it, and along how many dimensions it has neighbours."""
+    own, wide, reached, dims, outside = 1, 1, 1, 0, 0.0
     stride_in_grid = 1
     for length, parts, out, window, stride in reversed(
         list(zip(call.source[2:], grid[2:], call.target[2:], call.window, call.stride, strict=True))
@@ -263,7 +292,7 @@ def halo_of(
         halo = min(max(0, overlap), length - part) if parts > 1 and out else 0
         own, wide = own * part, wide * (part + halo)
         neighbours = 2 * ceil(ceil(halo / 2) / part) if halo else 0
-        reached *= 1 + neighbours
+        reached, dims = reached * (1 + neighbours), dims + (neighbours > 0)
         if neighbours and machine.network is not None:
             per_host = machine.network.workers_per_host
             outside = max(outside, min(1.0, stride_in_grid / per_host))
@@ -275,7 +304,9 @@ def halo_of(
     if network is not None and prod(grid) > network.workers_per_host:
         shared = min(prod(grid), network.workers_per_host) / network.bandwidth
         seconds += outside * (network.latency * messages + num_bytes * shared)
-    return num_bytes, messages, seconds, wide / own
+        if network.bisection:
+            seconds += outside * num_bytes * prod(grid) / network.bisection
+    return num_bytes, messages, seconds, dims
 
 
 def shown(found: Sequence[ModelCandidate]) -> Iterator[Any]:
