@@ -85,7 +85,7 @@ class ZooEntry:
         raises: part of the error, for a model that cannot be split; empty for one that can.
         because: why it raises or gathers, for the page.
         tolerance: a larger one, for what a model computes in single precision, whatever its dtype.
-        unsupported: uses of `test_uses_of_models.py` that fail: the error before a colon, and why.
+        unsupported: uses of `test_uses_of_models.py` that fail: the error, a colon, and why.
         uses_in_training: whether these are of a model in training mode.
         draws: whether it draws random numbers in them.
         limit: seconds for one grid.

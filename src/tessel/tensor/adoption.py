@@ -162,8 +162,7 @@ def slices_of(view: torch.Tensor) -> tuple[int | slice, ...] | None:
     axes = [*zip(view.shape, view.stride(), strict=True)]
     key: list[int | slice] = []
     for length, stride in zip(base.shape, base.stride(), strict=True):
-        begin = place // stride
-        place -= begin * stride
+        begin, place = place // stride, place % stride
         count, step = axes[0] if axes else (0, 1)
         end = begin + (count - 1) * (step // stride) + 1
         if axes and step >= stride and step % stride == 0 and end <= length:
