@@ -1,4 +1,4 @@
-"""A U-Net trains on a sample that no worker could hold.
+"""A U-Net trains on samples of which no worker could hold half of one.
 
 Tests `data/loader.py`, `data/dataset.py`.
 """
@@ -22,7 +22,8 @@ import tessel
 from tessel.data import FromArray, PartDataset, PartLoader
 from tessel.testing import WorkerPool
 
-VOLUMES = (1, 1, 256, 128, 256)  # one sample, of 67 MB
+VOLUMES = (2, 1, 512, 128, 256)  # two samples, of 134 MB each
+WORKERS = 8  # parts of 17 MB
 # bytes, besides what a worker has before it trains: three parts, of which one is read ahead, and
 # what is freed between them and too short to be used again
 MAY_HOLD = 60 << 20
@@ -101,7 +102,7 @@ def train_in_parts(path: str, size: int) -> list[float]:
     model.load_state_dict(made().state_dict())
     with limited(MAY_HOLD):
         with pytest.raises((MemoryError, RuntimeError)):
-            _ = torch.ones(size, dtype=torch.uint8)  # as large as the sample
+            _ = torch.ones(size, dtype=torch.uint8)  # half as large as a sample
         return train(model, loader())
 
 
@@ -110,10 +111,13 @@ def test_a_sample_larger_than_a_worker_may_hold(tmp_path: Path) -> None:
     path = str(tmp_path / "volume.zarr")
     array = zarr.create_array(path, shape=VOLUMES, chunks=(1, 1, 32, 128, 128), dtype="f8")
     generator = np.random.default_rng(0)
-    for begin in range(0, VOLUMES[2], 32):
-        array[0, 0, begin : begin + 32] = generator.normal(size=(32, *VOLUMES[3:]))
-    assert array.nbytes > MAY_HOLD
-    expected = train(made(), [torch.from_numpy(array[:])])
+    for sample in range(VOLUMES[0]):
+        for begin in range(0, VOLUMES[2], 32):
+            array[sample, 0, begin : begin + 32] = generator.normal(size=(32, *VOLUMES[3:]))
+    sample_bytes = array.nbytes // VOLUMES[0]
+    assert sample_bytes > 2 * MAY_HOLD
+    samples = (torch.from_numpy(array[k : k + 1]) for k in (0, 1, 0, 1))
+    expected = train(made(), samples, 1)
     with WorkerPool(timeout=100.0, threads=1) as pool:
-        for losses in pool.run(train_in_parts, path, array.nbytes, nprocs=4):
-            assert losses == pytest.approx(expected, rel=1e-12)
+        for losses in pool.run(train_in_parts, path, sample_bytes // 2, nprocs=WORKERS):
+            assert losses == pytest.approx(expected, rel=1e-12) and len(losses) == 4
