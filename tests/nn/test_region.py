@@ -474,7 +474,7 @@ def made_without_a_loss(where: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("another partition", "all layers of a HaloRegion lie on one partition"),
+        ("another partition", "all layers of a HaloRegion must be on one partition"),
         ("a weight in blocks", "leave out P_w and P_y"),
         ("a hook", "hooks of DistributedConv1d"),
         ("a linear layer", "DistributedLinear cannot be in a HaloRegion"),

@@ -94,7 +94,7 @@ class PartDataset(Dataset[Any]):
         grids = [each.partition if isinstance(each, Layout) else each for each in self._where]
         self.partition: Partition = grids[0]
         if any(grid != self.partition for grid in grids):
-            raise ValueError(f"all arrays of a sample must lie on one grid, got {grids}")
+            raise ValueError(f"all arrays of a sample must be on one grid, got {grids}")
         self._halo = [None] * len(self._sources) if halo is None else self._for_each(halo)
         self._transform = transform
         # Processes that read for this worker are not workers: it is remembered which box is meant.

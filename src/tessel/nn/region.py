@@ -539,7 +539,7 @@ def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
         )
     if isinstance(layer, Layer) and layer.P_x != P_x:
         raise ValueError(
-            f"all layers of a HaloRegion lie on one partition: expected {P_x}, {name} has "
+            f"all layers of a HaloRegion must be on one partition: expected {P_x}, {name} has "
             f"{layer.P_x}"
         )
     if isinstance(layer, Weighted) and (layer.P_w is not None or layer.P_y not in (None, P_x)):

@@ -340,7 +340,7 @@ def whole_part(value: Any, x: Layout) -> Any:
     layout = value._layout
     if {*layout.partition.ranks} != {*x.partition.ranks}:
         raise ValueError(
-            f"a weight lies on other workers than the input, {layout} and {x}; move one of them "
+            f"the weight is on other workers than the input: {layout} and {x}; move one of them "
             "with x.move_to(...)"
         )
     return open_part(value) if is_whole(layout) else value.full()
@@ -416,7 +416,7 @@ def _known_by(value: Any) -> Any:
         return kind, value
     if isinstance(value, torch.Tensor):
         return _shape_and_dtype(value)
-    raise TypeError(f"a {kind.__name__} cannot be told apart by its value")
+    raise TypeError(f"a {kind.__name__} cannot be compared by its value")
 
 
 def _shape_and_dtype(x: torch.Tensor) -> tuple[Shape, torch.dtype]:

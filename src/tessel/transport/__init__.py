@@ -1,4 +1,4 @@
-"""Messages between processes: the only package that calls `torch.distributed`.
+"""Messages between processes: the only package that sends anything by `torch.distributed`.
 
 A `Group` is a set of workers that can communicate. CPU tensors of workers on one host are sent
 through shared memory, those between hosts by MPI where mpirun has started the workers, those of

@@ -57,7 +57,7 @@ class Space:
             raise TypeError(f"expected a tensor or a DistributedSignal, got {start!r}")
         elif layout is None and world().size > 1:
             raise ValueError(
-                f"a tensor does not say how it lies on {world().size} workers; pass "
+                f"a tensor does not say how it is split over {world().size} workers; pass "
                 f"layout=, or a DistributedSignal"
             )
         else:
