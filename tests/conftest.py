@@ -19,6 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from tessel.testing.pool import WorkerPool
 
+pytest_plugins = ["no_skips"]
 # inductor would compile programs to see which vector instructions run, for half of a minute
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 gc.disable()  # until all is collected: of what imports make nothing is garbage

@@ -1,4 +1,7 @@
-"""tools/: what `make venv` does to the virtual environment that it made, and to nothing else."""
+"""tools/: what `make venv` does to the virtual environment that it made, and to nothing else.
+
+And tests that must not be skipped, `tests/common/no_skips.py`.
+"""
 
 from __future__ import annotations
 
@@ -98,3 +101,50 @@ def test_outside_of_a_virtual_environment_nothing_is_changed(tmp_path: Path) -> 
 def test_deepinv_is_imported_plainly_here() -> None:
     done = python(Path(__file__).parent, "-W", "error::UserWarning", "-c", "import deepinv")
     assert done.returncode == 0, f"{done.stderr}\nrun `make venv` again"
+
+
+SKIPPED = """
+import pytest
+
+@pytest.mark.skipif(True, reason="no network")
+def test_of_mark(): pass
+
+def test_of_call(): pytest.skip("no card")
+
+@pytest.mark.xfail
+def test_that_fails(): assert False
+
+def test_that_runs(): pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "passes", "counts", "said"),
+    [
+        ("", True, "1 passed, 3 skipped, 1 xfailed", "no library"),
+        ("test_other", True, "1 passed, 3 skipped, 1 xfailed", "no library"),
+        ("of_call|that", False, "1 failed, 1 passed, 2 skipped, 1 xfailed", "no card"),
+        ("test_some", False, "1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error", "no network"),
+        ("test_library", False, "1 error", "no library"),
+    ],
+)
+def test_tests_that_must_not_be_skipped(
+    tmp_path: Path, pattern: str, passes: bool, counts: str, said: str
+) -> None:
+    (tmp_path / "test_some.py").write_text(SKIPPED)
+    (tmp_path / "test_library.py").write_text(
+        'import pytest\npytest.skip("no library", allow_module_level=True)\n'
+    )
+    common = Path(__file__).parent / "common"
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-ra", "-p", "no_skips", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(common), "TESSEL_TEST_NO_SKIPS": pattern},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert (ended.returncode == 0) is passes, ended.stdout
+    assert counts in ended.stdout and said in ended.stdout
+    assert (f"TESSEL_TEST_NO_SKIPS={pattern} says that it must run" in ended.stdout) is not passes

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from scripts import python
-from tessel.cli import build_parser, checks, main
+from tessel.cli import build_parser, checks, doctor, main
 from tessel.cli.checks import CHECKS, check_rates, examine
 from tessel.cli.facts import Facts
 from tessel.cli.measure import Rate
@@ -485,6 +485,56 @@ def test_the_doctor_names_broken_things_first() -> None:
 def test_slow_messages_are_advice() -> None:
     finding = check_rates([Rate("broadcast", 0.5, 1e9, 2**22)])
     assert finding is not None and not finding.broken and "500 ms" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked"),
+    [
+        (0, []),
+        (1, [("cuda", "gloo")]),
+        (3, [("cuda", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")]),
+    ],
+)
+def test_the_doctor_measures_gpus(
+    gpus: int,
+    asked: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a machine with GPUs: movements of their tensors, without NCCL and with it."""
+    calls: list[tuple[str, str]] = []
+
+    def rates(device: str = "cpu", backend: str = "gloo") -> tuple[list[Rate], str]:
+        calls.append((device, backend))
+        carrier = {"cpu": "", "cuda": "pinned memory"}[device] if backend == "gloo" else "NCCL"
+        return [Rate("broadcast", 1e-6 * len(calls), 1e9 * len(calls), 2**24)], carrier
+
+    monkeypatch.setattr(doctor, "measure_rates", rates)
+    found = dataclasses.replace(
+        HEALTHY, devices=("H200",) * gpus, nvidia_driver=gpus > 0, backends=("gloo", "nccl")
+    )
+    monkeypatch.setattr(doctor, "Facts", lambda: found)
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert calls == [("cpu", "gloo"), *asked]
+    ways = ["tensors on GPUs, by pinned memory", "tensors on GPUs, by NCCL"][: len(asked)]
+    assert [*told["movements_on_gpus"]] == ways
+    latencies = [each[0]["latency"] for each in told["movements_on_gpus"].values()]
+    assert latencies == pytest.approx([2e-6, 3e-6][: len(asked)])
+    assert main(["doctor"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(way in said for way in ways) and ("on GPUs" in said) == bool(gpus)
+
+    def without_a_driver(device: str = "cpu", backend: str = "gloo") -> tuple[list[Rate], str]:
+        if device == "cuda":
+            raise RuntimeError("no CUDA-capable device is detected\nand more")
+        return rates()
+
+    monkeypatch.setattr(doctor, "measure_rates", without_a_driver)
+    assert main(["doctor"]) == bool(gpus)
+    said = " ".join(capsys.readouterr().out.split())
+    text = "could not exchange data: no CUDA-capable device is detected"
+    assert (text in said) == bool(gpus) and "and more" not in said
 
 
 @pytest.mark.slow

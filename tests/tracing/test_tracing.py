@@ -233,6 +233,62 @@ def test_profilers_see_it(run: Run, tmp_path: Path) -> None:
         assert "tessel agreeing Net" in names
 
 
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in the middle")
+
+
+def ranges_of_nvtx(path: str) -> tuple[list[str], bool, bool]:
+    """The ranges that Nsight would show, as if there were a GPU, and whether all of them end."""
+    pushed: list[str] = []
+    left: list[str] = []
+    depths: list[int] = []
+
+    def push(name: str) -> None:
+        pushed.append(name)
+        left.append(name)
+
+    model, x = converted()
+    failing = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Fails()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.nvtx, "range_push", push)
+        patch.setattr(torch.cuda.nvtx, "range_pop", left.pop)
+        with tessel.trace(path + ".without"):
+            model(x).sum().backward()
+        without = torch.cuda.is_available() or not pushed
+        pushed.clear()
+        real = recorder.switch_on
+
+        def as_with_gpu(limit: int) -> Any:
+            found = real(limit)
+            found.has_nvtx = True
+            return found
+
+        patch.setattr(recorder, "switch_on", as_with_gpu)
+        with tessel.trace(path):
+            model(x).sum().backward()
+            depths.append(len(left))
+            for _ in range(2):
+                with pytest.raises(ArithmeticError):
+                    failing(torch.ones(2, 3))
+                depths.append(len(left))
+            with pytest.raises(ValueError, match="the shape differs"):
+                tessel.nn.AllSumReduce(tessel.world(), [0])(torch.ones(2 + tessel.world().rank))
+            depths.append(len(left))
+        with pytest.raises(ArithmeticError), tessel.trace(path + ".again"):
+            failing(torch.ones(2, 3))
+        depths.append(len(left))
+    return pushed, without, depths == [0] * 5
+
+
+def test_ranges_of_nvtx_are_balanced(run: Run, tmp_path: Path) -> None:
+    for names, without, balanced in run(ranges_of_nvtx, str(tmp_path / "run.json"), nprocs=2):
+        assert without and balanced
+        shown = {"tessel computing first.0", "tessel moving first.0", "tessel packing last"}
+        assert shown <= {*names}
+        assert names.count("tessel computing 1.1") == 3
+
+
 def on_devices(path: str) -> tuple[int, int]:
     """What movements of GPUs call, with tensors that Gloo takes as well."""
     group, rank = tessel.world().group, tessel.world().rank
