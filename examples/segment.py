@@ -1,4 +1,4 @@
-"""Train a segmentation model on one volume that nobody has whole.
+"""Train a segmentation model on one volume that no worker has whole.
 
 A SwinUNETR of MONAI, in which nobody has thought of workers, learns to segment a volume in a file.
 Each worker reads its box of the file and nothing else (`tessel.data`), and trains on that:

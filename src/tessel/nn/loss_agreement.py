@@ -51,7 +51,7 @@ class AgreedTarget:
         if misfit is not None:
             worker, shape = misfit
             raise ValueError(
-                f"{self.loss!r}: the {self.name} must lie as the input does: worker {worker} has "
+                f"{self.loss!r}: the {self.name} must have the layout of the input: worker {worker} has "
                 f"an input of shape {layout.shape_on(worker)} and a {self.name} of shape {shape}, "
                 f"expected {expected.shape_on(worker)}"
             )
