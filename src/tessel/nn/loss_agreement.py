@@ -51,8 +51,9 @@ class AgreedTarget:
         if misfit is not None:
             worker, shape = misfit
             raise ValueError(
-                f"{self.loss!r}: the {self.name} must have the layout of the input: worker {worker} "
-                f"has an input of shape {layout.shape_on(worker)} and a {self.name} of shape {shape}, "
+                f"{self.loss!r}: the {self.name} must have the layout of the input: worker "
+                f"{worker} has an input of shape {layout.shape_on(worker)} and a {self.name} of "
+                f"shape {shape}, "
                 f"expected {expected.shape_on(worker)}"
             )
 
