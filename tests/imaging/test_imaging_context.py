@@ -227,6 +227,7 @@ def test_workers_share_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    monkeypatch.setenv("TESSEL_LAUNCHER", "none")  # the variables name no job
     monkeypatch.setenv("LOCAL_RANK", str(place))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     warns = 0 < gpus < here and place == 0
