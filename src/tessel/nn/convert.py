@@ -480,14 +480,19 @@ class Entrance(HasHandle):
         # what a compiler sees is that all of this is one call: it knows no variables of a context
         if is_dynamo_compiling() or running.get() is None:
             return self.from_outside(*args, **kwargs)
+        return self.from_inside(*args, **kwargs)
+
+    def from_inside(self, *args: Any, **kwargs: Any) -> Any:
+        """A call by the model's own code."""
         result = self.forward(*args, **kwargs)
         return nested(unviewed, result) if is_fully_sharded(self.module) else result
 
     @in_graphs("module")
     def from_outside(self, *args: Any, **kwargs: Any) -> Any:
         """The outermost call of the model."""
-        if running.get() is not None:  # which a compiler could not see
-            return self(*args, **kwargs)
+        if running.get() is not None:
+            # A compiler could not see this, and what it made of `__call__` would come here again.
+            return self.from_inside(*args, **kwargs)
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
         spread = any(map(is_spread, given))
