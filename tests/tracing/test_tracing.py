@@ -551,11 +551,21 @@ def test_kinds_of_movements() -> None:
 
 
 SCRIPT = """
-import sys, tessel, torch
+import os, signal, sys, tessel, time, torch
+from tessel.tracing import block
 x = tessel.spread(torch.arange(12.0), tessel.world())
 print(float(x.sum()))
-if "fail" in sys.argv and tessel.world().rank == 1:
-    raise KeyError("data")
+if {"fail", "asleep", "writing"} & {*sys.argv}:
+    if tessel.world().rank == 1:
+        raise KeyError("data")
+    if "asleep" in sys.argv:  # until the launcher ends it
+        time.sleep(100)
+    if "writing" in sys.argv:  # when the launcher ends it
+        write = block._write
+        def write_late(path, content):
+            os.kill(os.getpid(), signal.SIGTERM)
+            write(path, content)
+        block._write = write_late
 x.sum()
 if "leave" in sys.argv:
     torch.distributed.destroy_process_group()
@@ -564,15 +574,16 @@ if "leave" in sys.argv:
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("ending", ["", "fail", "leave"])
+@pytest.mark.parametrize("ending", ["", "fail", "asleep", "writing", "leave"])
 def test_run_traces_a_program(tmp_path: Path, ending: str) -> None:
+    """When a worker fails the launcher ends the others, which still write what they have."""
     from scripts import python
 
     (tmp_path / "script.py").write_text(SCRIPT)
     path = tmp_path / "run.json"
     arguments = ("run", "-n", "2", "--trace", "run.json", "script.py", ending)
     ended = python("-m", "tessel", *arguments, cwd=tmp_path, timeout=120)
-    assert (ended.returncode != 0) == (ending == "fail"), ended.stderr
+    assert (ended.returncode != 0) == (ending in ("fail", "asleep", "writing")), ended.stderr
     trace = check_form(path, 2)
     assert not trace["tessel"]["missing"]
     kinds = {(e["pid"], e["cat"]) for e in events_of(path)}

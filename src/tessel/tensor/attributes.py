@@ -104,7 +104,7 @@ def history(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     with DisableTorchFunctionSubclass():
         if x.grad_fn is not None or (name == "get requires_grad" and "_unfinished" in x.__dict__):
             return func(x)
-    return func(x._part)
+    return func(open_part(x))
 
 
 @rule("get grad")
@@ -258,7 +258,8 @@ def _derived(value: Any) -> Any:
             f"were computed without the rest of it; ask for it (retain_grad, register_hook) before "
             f"the first slice is taken, or derive by the slices"
         )
-    return _raw(value)
+    with torch.enable_grad():
+        return _raw(value)
 
 
 def _raw(value: Any) -> Any:
@@ -267,7 +268,9 @@ def _raw(value: Any) -> Any:
 
 def _loss(value: Any) -> Any:
     """What stands in autograd's graph for a tensor that is derived, with all of its history."""
-    return open_plain(value) if type(value) is torch.Tensor else _raw(value)
+    # Also where nothing is recorded: a checkpoint derives in a backward pass.
+    with torch.enable_grad():
+        return open_plain(value) if type(value) is torch.Tensor else _raw(value)
 
 
 def _seed(output: Any, grad: Any) -> torch.Tensor | None:

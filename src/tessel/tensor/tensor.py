@@ -20,6 +20,7 @@ asks for comes from `__torch_dispatch__`, which never takes a part for the whole
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -27,7 +28,9 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._C import _functorch as functorch
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from tessel.core.graph import untraced
 from tessel.core.layout import Layout
@@ -304,7 +307,13 @@ def open_part(x: Tensor) -> torch.Tensor:
         return bridge
     with DisableTorchFunctionSubclass():
         if x.grad_fn is None:
-            return x._part
+            part = x._part
+            # When a checkpoint computes again, those inside of it get their inputs without the
+            # history that these had, in wrappers made by C++ code, which say that they need
+            # gradients. Their parts must, too, so that the same is saved as before.
+            if x.requires_grad and not part.requires_grad:
+                x._part = part = part.detach().requires_grad_()
+            return part
         if not torch.is_grad_enabled():
             return x._part.detach()
         x.__dict__["_bridge"] = bridge = _bridged(x)
@@ -337,6 +346,7 @@ def open_plain(x: torch.Tensor) -> torch.Tensor:
 
 
 _PLAIN = "tessel: plain"  # in the metadata of a node
+_RECOMPUTED = "tessel: recomputed"  # the same, of a reentrant checkpoint
 
 
 def _bridged(x: torch.Tensor) -> torch.Tensor:
@@ -346,13 +356,16 @@ def _bridged(x: torch.Tensor) -> torch.Tensor:
     it for ever.
     """
     with DisableTorchFunctionSubclass():
-        # where the history between wrappers starts
-        inputs = [each.variable for each in nodes_of(x) if hasattr(each, "variable")]
-        first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
-        # It stays with x: a checkpoint in which x is opened first must not count what it saves,
-        # which is not saved when the checkpoint computes again.
-        with saved_tensors_hooks(_itself, _itself):
-            return record_product(_WrapperHistory(x, inputs), first, *rest)
+        return _recorded(_WrapperHistory(x))
+
+
+def _recorded(history: _History) -> torch.Tensor:
+    """What a history ends in, in the parts' graph."""
+    first, *rest = history.inputs()
+    # It stays with the result: a checkpoint in which a tensor is opened first must not count what
+    # this saves, which is not saved when the checkpoint computes again.
+    with saved_tensors_hooks(_itself, _itself):
+        return record_product(history, first, *rest)
 
 
 def _itself(x: torch.Tensor) -> torch.Tensor:
@@ -370,22 +383,117 @@ def made(part: torch.Tensor, layout: Layout) -> Tensor:
     return Tensor(part, layout)
 
 
-class _WrapperHistory:
+class _History:
+    """A piece of the wrappers' graph as one node of the parts' graph, and its derivative.
+
+    It begins at leaves, and at results of reentrant checkpoints. Each of these is a node of its
+    own, so that it computes once in a pass, as in one process, whoever uses what it gave.
+
+    Args:
+        ends: edges of the wrappers' graph, at which gradients come in.
+        like: a tensor on the device of the result.
+    """
+
+    def __init__(self, ends: Sequence[Any], like: torch.Tensor) -> None:
+        self.ends = ends
+        # inputs may lie on other workers than the result: all workers of the job pass here
+        self.group = group_of(range(num_workers()))
+        nodes = [node for node, _ in ends]
+        between = [*_nodes_behind(nodes, _is_checkpoint)]
+        used = [*dict.fromkeys(each for each in ends if _is_checkpoint(each[0]))]
+        for node in between:
+            used += [each for each in node.next_functions if _is_checkpoint(each[0])]
+        leaves = [node for node in between if hasattr(node, "variable")]
+        behind = {*_nodes_behind([node for node, _ in used])}
+        # A pass that stops at a checkpoint has no gradient for a leaf that is also behind it, and
+        # other packages have reentrant checkpoints of their own. There one pass leads to all
+        # leaves, for which torch has no `autograd.grad`.
+        others = any(
+            "CheckpointFunction" in node.name()
+            for node in (*between, *behind)
+            if not _is_checkpoint(node)
+        )
+        self.is_one_pass = others or any(node in behind for node in leaves)
+        if self.is_one_pass:
+            leaves = [node for node in _nodes_behind(nodes) if hasattr(node, "variable")]
+            used = []
+        self.leaves = [node.variable for node in leaves]
+        self.used = [GradientEdge(*each) for each in dict.fromkeys(used)]
+        found = [_recomputed(node, like) for node in dict.fromkeys(node for node, _ in used)]
+        self.checkpoints = {each.node: each for each, _ in found}
+        # Who makes the node of the parts' graph has them keep it alive.
+        self._tokens = [token for _, token in found]
+
+    def inputs(self) -> list[torch.Tensor]:
+        """What the node is computed from in the parts' graph; called once."""
+        tokens, self._tokens = self._tokens, []
+        parts = [open_part(each) if isinstance(each, Tensor) else each for each in self.leaves]
+        return parts + tokens
+
+    def _derived(self, seeds: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the inputs, by a pass over the wrappers' graph alone.
+
+        Those of checkpoints wait there, until all who used their results have come by.
+        """
+        pairs = zip(self.ends, seeds, strict=True)
+        given = [(end, seed) for end, seed in pairs if end[0] is not None and seed is not None]
+        if not given:
+            return (None,) * (len(self.leaves) + len(self.checkpoints))
+        ends, seeds = tuple(GradientEdge(*end) for end, _ in given), tuple(s for _, s in given)
+        # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
+        # torch's functions switched off would let the backward code of users gather everything.
+        if self.is_one_pass:
+            # As `backward()` leaves gradients, which a reentrant checkpoint asks for; what the
+            # inputs have of other passes is put aside meanwhile.
+            before = self._exchanged([None] * len(self.leaves))
+            try:
+                _run_backward(ends, seeds, True, False, (), True, accumulate_grad=True)
+            finally:
+                found = tuple(self._exchanged(before))
+        else:
+            found = _run_backward(
+                ends,
+                seeds,
+                True,  # the parts' graph says when it is over
+                torch.is_grad_enabled(),
+                (*self.leaves, *self.used),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        grads: list[torch.Tensor | None] = []
+        for each, of in zip(found, self.leaves, strict=False):
+            # as the parts' graph has it: in the layout of its tensor, plain if that is
+            if isinstance(each, Tensor) and isinstance(of, Tensor):
+                each = open_part(each.move_to(of._layout))
+            elif isinstance(each, Tensor):
+                each = each.full()
+            elif each is not None and isinstance(of, Tensor):
+                each = of._layout.local_part(each)
+            grads.append(each)
+        for each, edge in zip(found[len(grads) :], self.used, strict=True):
+            self.checkpoints[edge.node].give(edge.output_nr, each)
+        return *grads, *(each.nothing for each in self.checkpoints.values())
+
+    def _exchanged(self, new: Sequence[Any]) -> list[torch.Tensor | None]:
+        """The gradients of the leaves, of wrappers and not of their parts, which get others."""
+        with DisableTorchFunctionSubclass():
+            found = [each.grad for each in self.leaves]
+            for each, grad in zip(self.leaves, new, strict=True):
+                each.grad = grad
+        return found
+
+
+class _WrapperHistory(_History):
     """What code that went round torch's functions made of its inputs, and its derivative.
 
     Args:
         result: whose history, between wrappers, leads to the inputs; it may be plain itself.
-        inputs: spread tensors, and plain ones that all workers have.
     """
 
-    def __init__(self, result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-        self.edge, self.inputs = get_gradient_edge(result), inputs
+    def __init__(self, result: torch.Tensor) -> None:
         self.layout = result._layout if isinstance(result, Tensor) else None
         self.part = result._part if isinstance(result, Tensor) else result.detach()
-        # inputs may lie on other workers than the result: all workers of the job pass here
-        self.group = group_of(range(num_workers()))
-        # a reentrant checkpoint may be part of it, for which torch has no `autograd.grad`
-        self.is_reentrant = any("CheckpointFunction" in node.name() for node in nodes_of(result))
+        super().__init__([get_gradient_edge(result)[:2]], self.part)
 
     def _apply(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
         return self.part.detach()
@@ -398,56 +506,97 @@ class _WrapperHistory:
         *parts: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the inputs, by a pass over the wrappers' graph alone."""
-        seed = grad if self.layout is None else Tensor(grad, self.layout, records=False)
-        # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
-        # torch's functions switched off would let the backward code of users gather everything.
-        if self.is_reentrant:
-            # As `backward()` leaves gradients, which a reentrant checkpoint asks for; what the
-            # inputs have of other passes is put aside meanwhile.
-            before = self._exchanged([None] * len(self.inputs))
-            try:
-                _run_backward((self.edge,), (seed,), True, False, (), True, accumulate_grad=True)
-            finally:
-                found = tuple(self._exchanged(before))
-        else:
-            found = _run_backward(
-                (self.edge,),
-                (seed,),
-                True,  # the parts' graph says when it is over
-                torch.is_grad_enabled(),
-                tuple(self.inputs),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
-        grads: list[torch.Tensor | None] = []
-        for each, of in zip(found, self.inputs, strict=True):
-            # as the parts' graph has it: in the layout of its tensor, plain if that is
-            if isinstance(each, Tensor) and isinstance(of, Tensor):
-                each = open_part(each.move_to(of._layout))
-            elif isinstance(each, Tensor):
-                each = each.full()
-            elif each is not None and isinstance(of, Tensor):
-                each = of._layout.local_part(each)
-            grads.append(each)
-        return tuple(grads)
+        spread = grad if self.layout is None else Tensor(grad, self.layout, records=False)
+        return self._derived([spread])
 
-    def _exchanged(self, new: Sequence[Any]) -> list[torch.Tensor | None]:
-        """The gradients of the inputs, of wrappers and not of their parts, which get others."""
-        with DisableTorchFunctionSubclass():
-            found = [each.grad for each in self.inputs]
-            for each, grad in zip(self.inputs, new, strict=True):
-                each.grad = grad
-        return found
+
+class _Recomputed(_History):
+    """A reentrant checkpoint, which computes again when all gradients of its results are there.
+
+    In the parts' graph it gives a token, which has no values: those who used its results hang on
+    it, and leave their gradients here. So it need not be known who used which, or will.
+
+    Args:
+        node: of the wrappers' graph.
+        like: a tensor on the device of the results.
+    """
+
+    def __init__(self, node: Any, like: torch.Tensor) -> None:
+        super().__init__(node.next_functions, like)
+        self.node = node
+        self.nothing = like.new_empty(0)
+        # by the passes that run, and the number of the result
+        self._grads: dict[int, dict[int, torch.Tensor]] = {}
+        self.token: Callable[[], torch.Tensor | None] = lambda: None
+
+    def _apply(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        return self.nothing.detach()
+
+    def give(self, number: int, grad: torch.Tensor | None) -> None:
+        """Add a gradient of a result in the pass that runs now."""
+        if grad is not None:
+            found = self._grads.setdefault(torch._C._current_graph_task_id(), {})
+            found[number] = found[number] + grad if number in found else grad
+
+    def vjp(
+        self,
+        grad: torch.Tensor,
+        anchor: torch.Tensor | None,
+        needs: Sequence[bool],
+        *parts: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what the checkpoint got."""
+        grads = self._grads.pop(torch._C._current_graph_task_id(), {})
+        if not grads:
+            return (None,) * len(parts)
+        # zeros for results that nobody used, as torch gives them
+        given = [
+            grads[number]
+            if number in grads
+            else torch.zeros((), dtype=kind.dtype, device=kind.device).expand(tuple(kind.shape))
+            for number, kind in enumerate(self.node._input_metadata)
+        ]
+        with torch.no_grad():  # it has no derivatives of higher order
+            found = self.node.apply(*given)
+            _, _, *inputs = found  # of the function and of a setting there is no gradient
+            return self._derived([inputs[place] for place in self.node.tensor_indices])
+
+
+def _is_checkpoint(node: Any) -> bool:
+    """Whether a node of autograd's graph is a reentrant checkpoint of torch."""
+    return isinstance(node, BackwardCFunction) and issubclass(
+        getattr(node, "_forward_cls", object), CheckpointFunction
+    )
+
+
+def _recomputed(node: Any, like: torch.Tensor) -> tuple[_Recomputed, torch.Tensor]:
+    """A reentrant checkpoint in the parts' graph, and its token: one for all who use it."""
+    known = node.metadata.get(_RECOMPUTED, lambda: None)()
+    token = None if known is None else known.token()
+    if token is None:
+        known = _Recomputed(node, like)
+        token = _recorded(known)
+        # A node that held what holds it would live for ever. The token lives as long as any node
+        # of the parts' graph that was computed from it.
+        known.token, node.metadata[_RECOMPUTED] = weakref.ref(token), weakref.ref(known)
+    return known, token
 
 
 def nodes_of(x: torch.Tensor) -> Iterator[Any]:
     """All nodes of autograd's graph that a tensor was computed by."""
+    return _nodes_behind([x.grad_fn])
+
+
+def _nodes_behind(
+    nodes: Sequence[Any], is_end: Callable[[Any], bool] | None = None
+) -> Iterator[Any]:
+    """These nodes and all behind them, but for ends and what is behind these alone."""
     seen: set[Any] = set()
-    nodes: list[Any] = [x.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
+    left = [*nodes]
+    while left:
+        node = left.pop()
+        if node is None or node in seen or (is_end is not None and is_end(node)):
             continue
         seen.add(node)
         yield node
-        nodes += [source for source, _ in node.next_functions]
+        left += [source for source, _ in node.next_functions]

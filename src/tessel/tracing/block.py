@@ -7,7 +7,9 @@ import fcntl
 import json
 import os
 import secrets
+import signal
 import sys
+import threading
 import time
 import warnings
 import zlib
@@ -176,7 +178,8 @@ class TracedBlock:
             _write(self.path, merge([part], 1))
             return
         files = [_beside(self.path, worker) for worker in range(self.num_workers)]
-        with suppress(OSError):  # what ends the block says more than that a disk is full
+        # what ends the block says more than that a disk is full
+        with _written_first(), suppress(OSError):
             _write(files[self.worker], part)
             with locked(self.path.parent.resolve()):  # one at a time: the last one sees all parts
                 found = []
@@ -229,6 +232,8 @@ def _write(path: Path, content: Any) -> None:
 
 
 _program: TracedBlock | None = None
+_num_writing = 0  # how many blocks are being written, one in the other
+_is_asked_to_end = False  # whether SIGTERM came meanwhile
 
 
 def begin_program() -> None:
@@ -240,14 +245,59 @@ def begin_program() -> None:
     _program = TracedBlock(path, recorder.LIMIT)
     _program.begin()
     atexit.register(end_program)
+    # When a worker fails, launchers end the others by this signal, before they can write what they
+    # have. A program that does something else at it writes its trace at its own end.
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_by_signal)
+        os.register_at_fork(after_in_child=_end_as_usual)
+
+
+def _end_by_signal(number: int = signal.SIGTERM, frame: Any = None) -> None:
+    """Write the trace of this program, and end as the signal would have ended it."""
+    global _is_asked_to_end
+    _is_asked_to_end = _num_writing > 0
+    if _is_asked_to_end:  # by the code that was interrupted, which comes back here
+        return
+    try:
+        end_program(SystemExit(128 + number))
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _end_as_usual() -> None:
+    """Let SIGTERM end this process at once, unless the program does something else at it."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is _end_by_signal:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _written_first() -> Iterator[None]:
+    """Let SIGTERM end the process when all is written."""
+    global _num_writing
+    _num_writing += 1
+    try:
+        yield
+    finally:
+        _num_writing -= 1
+        if _is_asked_to_end:
+            _end_by_signal()
 
 
 def end_program(error: BaseException | None = None) -> None:
     """Write the trace of this program, if there is one: the first call counts."""
     global _program
-    block, _program = _program, None
-    if block is None or block.process != os.getpid():  # a fork ends before the worker does
-        return
+    with _written_first():
+        block, _program = _program, None
+        if block is not None and block.process == os.getpid():  # a fork ends before the worker does
+            _write_program(block, error)
+            _end_as_usual()
+
+
+def _write_program(block: TracedBlock, error: BaseException | None) -> None:
+    """Write the trace of a program that ends, with an exception or without."""
     atexit.unregister(end_program)
     # A program may leave its job before it ends: what the launcher has said still holds.
     joined = transport.is_distributed()
