@@ -359,12 +359,18 @@ def _bridged(x: torch.Tensor) -> torch.Tensor:
         return _recorded(_WrapperHistory(x))
 
 
-def _recorded(history: _WrapperNode) -> torch.Tensor:
+def _recorded(history: _WrapperHistory | _Recomputed) -> torch.Tensor:
     """What a history ends in, in the parts' graph."""
-    first, *rest = history.inputs()
+    first, *rest = inputs = history.inputs()
+    given = {id(each) for each in inputs}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        # Of what the node gives only the values: it would hold the node and be held by it for ever.
+        return x if id(x) in given else x.detach()
+
     # It stays with the result: a checkpoint in which a tensor is opened first must not count what
     # this saves, which is not saved when the checkpoint computes again.
-    with saved_tensors_hooks(_itself, _itself):
+    with saved_tensors_hooks(pack, _itself):
         return record_product(history, first, *rest)
 
 
