@@ -392,6 +392,20 @@ class Hidden:
     A_adjoint = A
 
 
+class Keeping(torch.autograd.Function):
+    """A function of a user's, who keeps an operator by the name that Tessel's own nodes have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        layout = tessel.Layout.balanced(tessel.world(), (3,))
+        ctx.operator = tessel.Move(layout, layout)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
 class HiddenDistance:
     """A data fidelity that uses a global tensor."""
 
@@ -406,6 +420,8 @@ def hidden() -> tuple[list[str], float]:
         x, ys = torch.ones(3), measured(ctx, [torch.ones(3)] * 3)
         physics = DistributedLinearPhysics(ctx, 3, lambda i, *_: Hidden(i))
         nonlinear = DistributedPhysics(ctx, 3, lambda i, *_: Hidden(i))
+        behind = SimpleNamespace(A=lambda x: Keeping.apply(EVERYWHERE) * x, A_adjoint=lambda y: y)
+        behind_it = DistributedLinearPhysics(ctx, 3, lambda *_: behind)
         known = DistributedLinearPhysics(
             ctx, 3, lambda i, _, shared: Hidden(i, shared["scale"]), {"scale": EVERYWHERE}
         )
@@ -417,6 +433,7 @@ def hidden() -> tuple[list[str], float]:
         calls: list[Callable[[], Any]] = [
             lambda: physics.A(x),
             lambda: physics(x),
+            lambda: behind_it.A(x),
             lambda: physics.A_adjoint(ys.local),
             lambda: physics.A_adjoint_A(x),
             lambda: nonlinear.A_vjp(x, ys.local),

@@ -7,6 +7,8 @@ Tests `tensor/tensor.py`.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +34,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.times += 1
         return self.norm(self.conv(x)).tanh()
+
+
+class Difference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x - 2 * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, -2 * grad
 
 
 class Nested(nn.Module):
@@ -94,6 +106,27 @@ class Nested(nn.Module):
         z = checkpoint(self.blocks[2], y, use_reentrant=self.inner)
         return self.blocks[3](z) * mean[:, :, None, None] + y
 
+    def with_others(self, x: Tensor) -> Tensor:
+        """With results and arguments that are no tensors, or have no gradient."""
+
+        def both(y: Tensor, times: int, on: Tensor) -> tuple[Any, ...]:
+            def inner(y: Tensor, on: Tensor) -> Tensor:
+                return self.blocks[1](y) * on
+
+            y = checkpoint(inner, y, on, use_reentrant=self.inner)
+            return None, on > 0, (y * times).tanh(), y.square().mean()
+
+        none, on, y, total = checkpoint(both, x, 3, torch.ones(5), use_reentrant=self.outer)
+        assert none is None and on.dtype is torch.bool
+        return self.blocks[3](self.blocks[2](y)) * on + total
+
+    def beside_its_input(self, x: Tensor) -> Tensor:
+        """A function of torch's kind gets what a checkpoint got, and what it gave."""
+        x = x.sin()
+        y = checkpoint(self.blocks[1], x, use_reentrant=self.outer)
+        z = Difference.apply(x, y)
+        return self.blocks[3](z) * self.blocks[2](z)
+
     def second_result_alone(self, x: Tensor) -> Tensor:
         def both(y: Tensor) -> tuple[Tensor, Tensor]:
             y = self.blocks[1](y)
@@ -121,30 +154,89 @@ def told(model: nn.Module, x: Any) -> dict[str, Any]:
     return found
 
 
-WAYS = ("nested", "inner_last", "inner_only", "thrice", "several", "chain", "two_results")
-WAYS += ("second_result_alone",)
+NESTED = ("nested", "inner_last", "inner_only", "thrice", "several", "two_results", "with_others")
+SINGLE = ("chain", "second_result_alone", "beside_its_input")
+KINDS = [(outer, inner) for outer in (False, True) for inner in (False, True)]
+CASES = [(way, kinds) for way in NESTED for kinds in KINDS]
+CASES += [(way, (outer, False)) for way in SINGLE for outer in (False, True)]
 
 
-def check(way: str, kinds: tuple[bool, bool]) -> None:
+def pair(way: str, kinds: tuple[bool, bool]) -> tuple[nn.Module, nn.Module, Tensor, Layout]:
+    """The model in one process and converted, an image, and how it lies."""
     P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 1])
     torch.manual_seed(0)
     alone = Nested(way, kinds).double()
     spread = tessel.nn.distribute_module(copy.deepcopy(alone), P)
     whole = values(2, 3, 6, 5)
+    return alone, spread, whole, Layout.balanced(P, whole.shape)
+
+
+def times(model: Any) -> list[int]:
+    return [block.times for block in model.blocks]
+
+
+def check(way: str, kinds: tuple[bool, bool]) -> None:
+    alone, spread, whole, layout = pair(way, kinds)
     expected = told(alone, whole.clone().requires_grad_())
-    layout = Layout.balanced(P, whole.shape)
     got = told(spread, layout.local_part(whole).clone().requires_grad_())
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         if name[2:] in ("x", "y"):
             value = layout.local_part(value)
         torch.testing.assert_close(got[name], value, rtol=1e-11, atol=1e-11, msg=name)
-    times = [[block.times for block in each.blocks] for each in (spread, alone)]
-    assert times[0] == times[1], times
+    assert times(spread) == times(alone)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("inner", (False, True))
-@pytest.mark.parametrize("outer", (False, True))
-def test_nested(run: Run, way: str, outer: bool, inner: bool) -> None:
-    run(check, way, (outer, inner), nprocs=2)
+@pytest.mark.parametrize(("way", "kinds"), CASES)
+def test_checkpoints_in_checkpoints(run: Run, way: str, kinds: tuple[bool, bool]) -> None:
+    run(check, way, kinds, nprocs=2)
+
+
+def check_passes() -> None:
+    """A graph that is kept computes again in each pass; `torch.autograd.grad` raises as torch."""
+    alone, spread, whole, layout = pair("several", (True, True))
+    for model, x in ((alone, whole.clone()), (spread, layout.local_part(whole).clone())):
+        y = model(x.requires_grad_())
+        y.square().sum().backward(retain_graph=True)
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            torch.autograd.grad(model(x).sum(), x)
+        # what the pass that raised has left is not added to the next one
+        model(x).sum().backward()
+        model.seen = x.grad
+    torch.testing.assert_close(spread.seen, layout.local_part(alone.seen), rtol=1e-11, atol=1e-11)
+    for got, expected in zip(spread.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-11)
+
+
+def test_passes_over_one_graph(run: Run) -> None:
+    run(check_passes, nprocs=2)
+
+
+def check_nothing_stays() -> None:
+    """What checkpoints hold is let go with the graph, without a collection of garbage."""
+    _, spread, whole, layout = pair("several", (True, True))
+    held: list[Any] = []
+    spread(layout.local_part(whole).clone())  # what a first call imports and works out may stay
+    for derives in (False, True):
+        x = layout.local_part(whole).clone().requires_grad_()
+        entered = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, given, y: held.append(weakref.ref(y)) if type(module) is Block else None
+        )
+        gc.collect()
+        gc.disable()
+        try:
+            y = spread(x)
+            if derives:
+                y.sum().backward()
+            del y
+            alive = [each for each in held if each() is not None]
+        finally:
+            gc.enable()
+            entered.remove()
+        assert held and not alive, (derives, len(alive), len(held))
+        held.clear()
+
+
+def test_nothing_stays(run: Run) -> None:
+    run(check_nothing_stays, nprocs=2)

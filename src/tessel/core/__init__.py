@@ -28,6 +28,7 @@ from tessel.core.layout import Cut as Cut
 from tessel.core.layout import Layout as Layout
 from tessel.core.layout import Shape as Shape
 from tessel.core.linop import LinearOperator as LinearOperator
+from tessel.core.linop import operator_of as operator_of
 from tessel.core.move import Move as Move
 from tessel.core.partition import Partition as Partition
 from tessel.core.partition import world as world

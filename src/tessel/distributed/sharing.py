@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 
 from tessel import tensor as spread
 from tessel.core import boxes
-from tessel.core.linop import LinearOperator
+from tessel.core.linop import LinearOperator, operator_of
 from tessel.distributed.propagation import EXTREMA
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, is_wrapped, state_of
 from tessel.distributed.torch_call import TorchCall, is_pointwise
@@ -235,10 +235,8 @@ def _origins(
         seen.add(node)
         sources = node.next_functions
         # a linear operator, or the product of a column layer, which no operator alone describes
-        ours = getattr(node, "operator", None) or getattr(node, "product", None)
-        if isinstance(node, BackwardCFunction) and (
-            isinstance(ours, LinearOperator) or hasattr(ours, "vjp")
-        ):
+        ours = operator_of(node)
+        if isinstance(ours, LinearOperator) or (ours is not None and hasattr(node, "product")):
             yield ours
         elif not sources and hasattr(node, "variable"):
             yield node.variable

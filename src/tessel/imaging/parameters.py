@@ -34,6 +34,7 @@ from tessel.core import (
     agree,
     anchored_zeros,
     is_compiling,
+    operator_of,
     setting,
     shared_whole,
     tell,
@@ -366,7 +367,7 @@ def unshared_leaf(
     while nodes:
         node = nodes.pop()
         # What lies behind an operator of Tessel is a shared value: its adjoint sums gradients.
-        if node in seen or isinstance(getattr(node, "operator", None), LinearOperator):
+        if node in seen or isinstance(operator_of(node), LinearOperator):
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)

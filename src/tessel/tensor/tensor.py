@@ -359,12 +359,18 @@ def _bridged(x: torch.Tensor) -> torch.Tensor:
         return _recorded(_WrapperHistory(x))
 
 
-def _recorded(history: _History) -> torch.Tensor:
+def _recorded(history: _WrapperHistory | _Recomputed) -> torch.Tensor:
     """What a history ends in, in the parts' graph."""
-    first, *rest = history.inputs()
+    first, *rest = inputs = history.inputs()
+    given = {id(each) for each in inputs}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        # Of what the node gives only the values: it would hold the node and be held by it for ever.
+        return x if id(x) in given else x.detach()
+
     # It stays with the result: a checkpoint in which a tensor is opened first must not count what
     # this saves, which is not saved when the checkpoint computes again.
-    with saved_tensors_hooks(_itself, _itself):
+    with saved_tensors_hooks(pack, _itself):
         return record_product(history, first, *rest)
 
 
@@ -383,7 +389,7 @@ def made(part: torch.Tensor, layout: Layout) -> Tensor:
     return Tensor(part, layout)
 
 
-class _History:
+class _WrapperNode:
     """A piece of the wrappers' graph as one node of the parts' graph, and its derivative.
 
     It begins at leaves, and at results of reentrant checkpoints. Each of these is a node of its
@@ -483,7 +489,7 @@ class _History:
         return found
 
 
-class _WrapperHistory(_History):
+class _WrapperHistory(_WrapperNode):
     """What code that went round torch's functions made of its inputs, and its derivative.
 
     Args:
@@ -510,7 +516,7 @@ class _WrapperHistory(_History):
         return self._derived([spread])
 
 
-class _Recomputed(_History):
+class _Recomputed(_WrapperNode):
     """A reentrant checkpoint, which computes again when all gradients of its results are there.
 
     In the parts' graph it gives a token, which has no values: those who used its results hang on
