@@ -57,7 +57,7 @@ class Bucket:
     lasts: tuple[bool, ...]
 
 
-Plan = tuple[Bucket, ...]
+BucketPlan = tuple[Bucket, ...]
 
 
 class BucketSchedule:
@@ -76,7 +76,7 @@ class BucketSchedule:
         self.uses: dict[int, Use] = {}
         self.unsteady: set[int] = set()
 
-    def plan(self, parameters: Sequence[Tensor]) -> Plan:
+    def plan(self, parameters: Sequence[Tensor]) -> BucketPlan:
         """Which parameters will be used together, if this call is like the last."""
         if not torch.is_grad_enabled():
             return ()
@@ -101,7 +101,7 @@ class BucketSchedule:
             for use, numbers in found
         )
 
-    def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
+    def learn(self, plan: BucketPlan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""
         if uses:  # a call that used none, as one without gradients, says nothing of the next
             self.unsteady.update(n for bucket in plan for n in bucket.numbers if n not in uses)
@@ -279,7 +279,7 @@ def described_uses() -> tuple[str, str]:
     return described(call.plan), f"{call.plan} {[*call.sequence]}"
 
 
-def planned_uses() -> Plan:
+def planned_uses() -> BucketPlan:
     """Which parameters are used together in the call that runs now."""
     call = current_buckets.get()
     return call.plan if isinstance(call, BucketedCall) else ()
@@ -315,7 +315,7 @@ class BucketedForward:
             self._agree(planned_uses())
             return forward(self.module, *args, **kwargs)
 
-    def _agree(self, plan: Plan) -> None:
+    def _agree(self, plan: BucketPlan) -> None:
         """Raise on all workers if those of a partition would send each other different messages."""
         group = self._group_of_layers()
         if transport.this_worker() not in group.workers:
@@ -332,7 +332,7 @@ class BucketedForward:
         agree_on_call(group, call, code, codes, alike=len(codes))
 
 
-def described(plan: Plan) -> str:
+def described(plan: BucketPlan) -> str:
     """A plan in a few words."""
     if not plan:
         return "gradients alone"

@@ -28,7 +28,7 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import (
-    Entry,
+    AgreedInput,
     Layer,
     Result,
     compute_spread,
@@ -45,7 +45,7 @@ from tessel.tensor.tensor import is_spread
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 
-Parameters = tuple[Tensor | None, ...]
+LayerParameters = tuple[Tensor | None, ...]
 
 POINTWISE: tuple[type[nn.Module], ...] = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU),
@@ -152,12 +152,12 @@ class HaloRegion(HasHandle, nn.Sequential):
         assert P_x is not None
         return [region_step(layer, P_x) for layer in _chain(self)]
 
-    def _agreement(self, P_x: Partition) -> Agreement[Entry]:
+    def _agreement(self, P_x: Partition) -> Agreement[AgreedInput]:
         """One for each state of the layers, in which all workers must be alike."""
         needs, is_off = needs_of(self.parameters())
         training = tuple(each.training for each in self.modules())
         state = (P_x, training, is_off, *needs)
-        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        agreements: dict[Any, Agreement[AgreedInput]] = self.__dict__.setdefault("_agreements", {})
         if state not in agreements:
             names = ", ".join(type(each).__name__ for each in _chain(self))
             modes = ["training" if each.training else "evaluation" for each in _chain(self)]
@@ -304,7 +304,7 @@ class RegionStep(ABC):
             layout: of the input of the region.
         """
 
-    def parameters(self, layout: Layout) -> Parameters:
+    def parameters(self, layout: Layout) -> LayerParameters:
         """The layer's parameters for use on this worker's part."""
         return ()
 
@@ -324,7 +324,7 @@ class _Convolving(RegionStep):
         around = _bordered(windows, shape, settings.widths, settings.mode)
         return outputs, leading(len(shape), (settings.channels, *around))
 
-    def parameters(self, layout: Layout) -> Parameters:
+    def parameters(self, layout: Layout) -> LayerParameters:
         return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
@@ -507,7 +507,7 @@ class _Prelu(_Pointwise):
         F.prelu(outline(shape, x.dtype), outline(tuple(self.layer.weight.shape), x.dtype))
         return super().trace(shape, x, layout)
 
-    def parameters(self, layout: Layout) -> Parameters:
+    def parameters(self, layout: Layout) -> LayerParameters:
         return (used(self.layer.weight, layout),)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:

@@ -66,7 +66,7 @@ from tessel.transport.wakeup import Wakeup
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
-Message = SendRequest | SendWords | Rendezvous
+Outbound = SendRequest | SendWords | Rendezvous
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,12 @@ class Outgoing(Channel):
         super().__init__(segment, segment_map, place)
         self.filled.initialise()
         self.emptied.initialise()
-        self.queue: deque[Message] = deque()
+        self.queue: deque[Outbound] = deque()
         self._unread: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
         rest = [0, 0, segment_map.around, 0]
         self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, *rest])
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Outbound) -> None:
         """Send a message, as far as there is room for it."""
         self.queue.append(message)
         self.state[IS_BUSY] = True  # the engine must not overtake it, whatever happens

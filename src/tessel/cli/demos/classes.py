@@ -8,7 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tessel.cli.demos.report import Columns, Note, Report, as_share, largest, of_processes, worst_of
+from tessel.cli.demos.report import (
+    Report,
+    Say,
+    TableColumns,
+    as_share,
+    largest,
+    of_processes,
+    worst_of,
+)
 from tessel.core.partition import world
 from tessel.examples import classes
 from tessel.nn import ParallelLinear
@@ -23,7 +31,7 @@ FEATURES, SAMPLES = 64, 64
 Holding = tuple[int, int, int]  # classes, bytes of the head, and those that a step makes, at most
 
 
-def run(size: int, note: Note) -> list[Report]:
+def run(size: int, note: Say) -> list[Report]:
     """Run on every worker; the report on the first."""
     P = world()
     settings = classes.Settings(
@@ -52,7 +60,7 @@ def run(size: int, note: Note) -> list[Report]:
     note(TITLE)
     if P.rank != 0:
         return []
-    columns: Columns = {
+    columns: TableColumns = {
         "classes": str,
         "head": num_bytes,
         "share": as_share,
