@@ -138,14 +138,14 @@ class HaloRegion(HasHandle, nn.Sequential):
             shape, field = step.trace(shape, x, layout)
             shapes.append(shape)
             fields.append(field)
-        wraps, stages = planned(layout, tuple(shapes), tuple(fields))
+        wraps, windowed = planned(layout, tuple(shapes), tuple(fields))
         parameters = [step.parameters(layout) for step in steps]
         for wrap in wraps:
             x = wrap.apply(x)
-        y = stages[0].fetch(x)  # all that this worker reads
-        for step, stage, given in zip(steps, stages, parameters, strict=True):
-            y = step.compute(y, stage, *given)
-        return y, stages[-1].target
+        y = windowed[0].fetch(x)  # all that this worker reads
+        for step, between, given in zip(steps, windowed, parameters, strict=True):
+            y = step.compute(y, between, *given)
+        return y, windowed[-1].target
 
     def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
@@ -187,7 +187,7 @@ def planned(
     """From a tensor in the layout `source` to balanced parts of the last of these shapes.
 
     First, dimensions that wrap around in all layers are continued. Then every worker fetches what
-    the first stage reads; each stage goes from what the one before has to what the next one reads.
+    the first layer reads; each layer goes from what the one before has to what the next one reads.
 
     Args:
         source: where the input lies.
@@ -204,18 +204,18 @@ def planned(
                 inputs, fields, (before, after) = _extended(inputs, fields, dim, extensions)
                 wraps.append(periodic_halo(source, dim, before, after))
                 source = wraps[-1].codomain
-    stages: list[Windowed] = []
+    windowed: list[Windowed] = []
     # From the last layer to the first: each computes what the one behind it reads, also what its
     # neighbours compute, so that boxes grow towards the input.
     for shape, field in zip(reversed(inputs), reversed(fields), strict=True):
-        is_first = len(stages) + 1 == len(fields)
+        is_first = len(windowed) + 1 == len(fields)
         held = source if is_first else Windowed(source.resized(shape), target, field).read
-        stages.insert(0, Windowed(held, target, field))
-        target = stages[0].read
-    return tuple(wraps), tuple(stages)
+        windowed.insert(0, Windowed(held, target, field))
+        target = windowed[0].read
+    return tuple(wraps), tuple(windowed)
 
 
-Extensions = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
+Extensions = list[tuple[int, int]]  # for each layer that wraps around, what its input goes on by
 
 
 def _continued(

@@ -94,7 +94,7 @@ class SegmentMap:
         return FAR // max(1, self.num_workers - 1) // PAGE * PAGE
 
     def slots(self, place: int) -> int:
-        """Where the slots of the channel to a worker begin; its stage is behind them."""
+        """Where the slots of the channel to a worker begin; its staging buffer is behind them."""
         pages = -(-self.control(self.num_workers) // PAGE)
         return pages * PAGE + place * (SLOTS * self.slot_size + self.around)
 
