@@ -106,6 +106,13 @@ def make_model(num_inputs: int, settings: Settings) -> Classifier:
     return Classifier(num_inputs, settings).to(settings.dtype)
 
 
+def step(model: Classifier, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits, of this worker's classes, and the loss, whose gradients are computed."""
+    logits, loss = model(x, target)  # (batch, classes of this worker)
+    loss.backward()
+    return logits, loss
+
+
 def train(settings: Settings, is_shown: bool = False) -> Report:
     """Train a classifier on all workers of the job."""
     x, target = make_data(settings)
@@ -114,15 +121,14 @@ def train(settings: Settings, is_shown: bool = False) -> Report:
     order = torch.Generator().manual_seed(settings.seed)
 
     losses = []
-    for step in range(settings.steps):
+    for number in range(settings.steps):
         chosen = torch.randperm(settings.samples, generator=order)[: settings.batch]
         optimizer.zero_grad()
-        logits, loss = model(x[chosen], target[chosen])  # (batch, classes of this worker)
-        loss.backward()
+        logits, loss = step(model, x[chosen], target[chosen])
         optimizer.step()
         losses.append(loss.item())
         if is_shown and tessel.world().rank == 0:
-            console.print(f"step {step:3d}  loss {losses[-1]:8.4f}")
+            console.print(f"step {number:3d}  loss {losses[-1]:8.4f}")
 
     row = 1 + settings.features
     whole = settings.classes * row * settings.dtype.itemsize

@@ -451,15 +451,25 @@ def test_each_module_is_named_by_a_test_file() -> None:
     assert [f for f, stem in modules.items() if stem not in stems and f not in named] == []
 
 
-def test_a_class_has_a_name_of_its_own() -> None:
+def aliases(path: Path) -> Iterator[str]:
+    """The names like those of classes, as `Shape`, that a module itself gives to something."""
+    for node in ast.parse(path.read_text()).body:
+        named = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in named:
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z]+[a-z]\w*", target.id):
+                yield target.id
+
+
+def test_a_class_or_an_alias_has_a_name_of_its_own() -> None:
     """Also of those that are private: a reader who looks for one finds one."""
     homes: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         if component(module) == "examples":  # programs of their own
             continue
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name.lstrip("_"), []).append(module)
+        classes = [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
+        for name in (*classes, *aliases(path)):
+            homes.setdefault(name.lstrip("_"), []).append(module)
+    assert {"Shape", "Plan", "Rule", "RowExchange"} <= {*homes}, "aliases and classes are seen"
     assert not {name: found for name, found in homes.items() if len(found) > 1}
 
 

@@ -250,19 +250,19 @@ def test_what_is_wrong_besides_errors(run: Run) -> None:
 def spoiled() -> list[str]:
     """What is found wrong if other bytes are sent than planned, if a process says that its head is
     smaller than it is, and if the picture does not get better."""
-    compared, step = fourier.compared_with_torch, classes.step
+    compared, measured = fourier.compared_with_torch, classes.measured
 
     def sends_more(*args: Any) -> Any:
         errors, sent, seconds = compared(*args)
         return errors, sent + 1, seconds
 
     def holds_less(*args: Any) -> Any:
-        loss, (number, head, peak), *others = step(*args)
+        loss, (number, head, peak), *others = measured(*args)
         return loss, (number, head - 8, peak), *others
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fourier, "compared_with_torch", sends_more)
-        patch.setattr(classes, "step", holds_less)
+        patch.setattr(classes, "measured", holds_less)
         patch.setattr(deblur.deblur.solvers, "PSNR", lambda *args: lambda x: 20.0)
         reports = [each for demo in (fourier, classes, deblur) for each in demo.run(8, silent)]
     return [title for report in reports for title in report.wrong]

@@ -27,6 +27,7 @@ from tessel import Layout, Move, Partition
 from tessel.core import boxes, shared
 from tessel.core.shared import GradientBucket
 from tessel.models import FNO
+from tessel.nn import buckets
 from tessel.nn.buckets import LIMIT, BucketSchedule, Use
 from tessel.testing import count_traffic
 
@@ -1059,3 +1060,20 @@ def test_slopes_are_those_of_torch_in_one_process() -> None:
         expected = vjps(alone(x), weights, list(alone.parameters()), 1)
         assert all(map(torch.equal, got, expected))
     assert not spread.forward.schedule.uses
+
+
+def test_what_a_model_says_of_itself_is_made_once(run: Run) -> None:
+    run(check_said, nprocs=2)
+
+
+def check_said() -> None:
+    """All but the parameters that a call used, which two models with one name have alike."""
+    P = tessel.world().create_cartesian_topology_partition([2, 1])
+    model = tessel.nn.distribute_module(nn.Linear(3, 3), P)
+    beginning = buckets._beginning
+    for _ in range(3):
+        model(tessel.spread(torch.ones(4, 3), P)).sum().backward()
+    before = beginning.cache_info()  # type: ignore[attr-defined]
+    model(tessel.spread(torch.ones(4, 3), P)).sum().backward()
+    after = beginning.cache_info()  # type: ignore[attr-defined]
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)

@@ -24,7 +24,7 @@ from tessel.tensor.recurrence import pipeline
 from tessel.testing import check_model, count_traffic
 
 Run = Callable[..., list[Any]]
-SHAPE = (5, 7, 6)  # samples, moments, features
+SHAPE = (5, 7, 6)  # samples, time steps, features
 
 
 def line(axis: int, dims: int = 3) -> Partition:
@@ -75,14 +75,14 @@ def test_layers_are_those_of_one_process(run: Run, nprocs: int, axis: int) -> No
 
 
 def check_grids() -> None:
-    """Samples and sequence split at once; few samples, uneven parts, and parts without moments."""
+    """Samples and sequence split at once; few samples; uneven parts, or without time steps."""
     world = tessel.world()
     for sizes, shape in (([2, 2, 1], SHAPE), ([2, 2, 1], (1, 3, 6)), ([1, 2, 2], (3, 1, 6))):
         grid = world.create_cartesian_topology_partition(sizes)
         model = Recurrent("LSTM", **BOTH, batch_first=True)
         check_model(model, values(shape, 1), where=grid, fallback="raise")
-    for moments in ((0, 4, 0, 3), (7, 0, 0, 0), (1, 2, 3, 1)):
-        where = Layout.from_lengths(line(1), ((5,), moments, (6,)))
+    for time_steps in ((0, 4, 0, 3), (7, 0, 0, 0), (1, 2, 3, 1)):
+        where = Layout.from_lengths(line(1), ((5,), time_steps, (6,)))
         model = Recurrent("GRU", **BOTH, batch_first=True)
         check_model(model, values(SHAPE, 1), where=where, fallback="raise")
 

@@ -217,7 +217,7 @@ def test_short_runs_are_packed(run: Run, nprocs: int) -> None:
 
 
 def short_runs_of_late_workers() -> list[bool]:
-    """Large pieces of close runs: found in a stage, or read where they are if a worker is late."""
+    """Large pieces of close runs: found in a staging buffer, or read in place if one is late."""
     found, wait = [], random.Random(transport.this_worker())  # another one on each worker
     # runs of 516 and 1,032 bytes, which blocks and lines of the cache cut, and of whole lines
     for length, width, dtype in (

@@ -1,7 +1,7 @@
 """Offers: every interleaving of an owner that offers blocks and a receiver that takes them.
 
 The steps are those of `offer_block` and of `await_block` with `read_blocks` (engine.c), one shared
-access each. The receiver may lose its patience at any time, and read a block itself.
+access each. The receiver may stop waiting at any time, and read a block itself.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 BLOCKS, LEAD = 6, 2
 # of the owner: its place, the next block, `passed` as it saw it; of both, shared: where offers
-# begin and end, how many blocks the receiver passed, and what is in the stage; of the receiver: its
-# place, its block, and `offered` as it saw it
+# begin and end, how many blocks the receiver passed, and what is in the staging buffer; of the
+# receiver: its place, its block, and `offered` as it saw it
 State = tuple[str, int, int, int, int, int, tuple[int, ...], str, int, int]
 UNWRITTEN = -1
 
@@ -60,8 +60,8 @@ def after_receiver(state: State, ring: int, mistake: str) -> Iterator[State]:
             yield to("take", number, 0)
         else:
             yield to("look", number, 0)
-            yield to("read", number, 0)  # out of patience
-    elif at == "read":  # where it lies: the stage is not needed for it
+            yield to("read", number, 0)  # the block took too long
+    elif at == "read":  # where it lies: the buffer is not needed for it
         yield to("look", number + 1, 0, number + 1)
     elif at == "take":
         if mistake == "passed before it is taken":

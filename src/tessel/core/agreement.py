@@ -122,8 +122,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 Conclusion = Callable[[dict[int, Shape], TensorMeta], T]
 # the shapes by worker, and what all tensors have in common
-Held = tuple[dict[int, Shape], TensorMeta]
-Numbers = dict[int, tuple[int, ...]]  # what each worker said
+ShapesAndMeta = tuple[dict[int, Shape], TensorMeta]
+NumbersByWorker = dict[int, tuple[int, ...]]  # what each worker said
 
 
 @dataclass
@@ -183,8 +183,8 @@ class Heard(NamedTuple):
         numbers: those of each worker.
     """
 
-    tensors: list[Held]
-    numbers: Numbers
+    tensors: list[ShapesAndMeta]
+    numbers: NumbersByWorker
 
 
 def agree(
@@ -288,7 +288,9 @@ def _rows(everyones: bytes) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _held(label: str, workers: tuple[int, ...], givers: tuple[int, ...], told: bytes) -> Held:
+def _held(
+    label: str, workers: tuple[int, ...], givers: tuple[int, ...], told: bytes
+) -> ShapesAndMeta:
     """What the workers hold by their signatures, or ValueError in the name of `label`."""
     rows = np.frombuffer(told, dtype=np.int64).reshape(-1, NUM_SIGNED).tolist()
     said = dict(zip(workers, map(Signature.from_words, rows), strict=True))

@@ -14,6 +14,7 @@ from typing import Any
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 Region = tuple[slice, ...]
+Shape = tuple[int, ...]
 
 
 def consecutive(lengths: Iterable[int]) -> tuple[Interval, ...]:

@@ -24,7 +24,7 @@ from tessel.core.linop import LinearOperator, in_transform, record, record_sever
 from tessel.core.move import Apart
 from tessel.core.plan import Plan, plan
 
-Parts = dict[int, Tensor]  # by worker
+ArrivedParts = dict[int, Tensor]  # by worker
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Halo(LinearOperator):
     def _apply_adjoint(self, y: Tensor) -> Tensor:
         return self.finish_adjoint(self.start_adjoint(y)(), y)
 
-    def start(self, x: Tensor) -> Callable[[], Parts]:
+    def start(self, x: Tensor) -> Callable[[], ArrivedParts]:
         """Send what others read of this part; the result waits for what comes."""
         return _by_peer(self._there, x)
 
-    def finish(self, arrived: Parts, like: Tensor) -> Tensor:
+    def finish(self, arrived: ArrivedParts, like: Tensor) -> Tensor:
         """Put what came into the strips."""
         flat = like.new_zeros(self.codomain.local_shape)  # as is what lies outside of the tensor
         views = self.split(flat)
@@ -103,7 +103,7 @@ class Halo(LinearOperator):
             views[strip][there].copy_(arrived[peer][here])
         return flat
 
-    def start_adjoint(self, y: Tensor) -> Callable[[], Parts]:
+    def start_adjoint(self, y: Tensor) -> Callable[[], ArrivedParts]:
         """Send what the strips hold back to where it came from."""
         # Zeros: of what a peer sends, forward, the strips may leave something out.
         arrives = self._plan.arrives
@@ -115,11 +115,11 @@ class Halo(LinearOperator):
             sends[peer][here].copy_(views[strip][there])
         return _by_peer(self._back, flat)
 
-    def finish_adjoint(self, arrived: Parts, like: Tensor) -> Tensor:
+    def finish_adjoint(self, arrived: ArrivedParts, like: Tensor) -> Tensor:
         """What came, where it belongs, and zeros elsewhere."""
         return self.add_arrived(arrived, like.new_zeros(self.domain.local_shape))
 
-    def add_arrived(self, arrived: Parts, x: Tensor) -> Tensor:
+    def add_arrived(self, arrived: ArrivedParts, x: Tensor) -> Tensor:
         """Add what came to where it belongs, in place."""
         # Added, not copied: the strips of two workers may hold the same index. And in the order of
         # the plan, whoever answers first, so that sums are the same in every run.
@@ -164,7 +164,7 @@ class Halo(LinearOperator):
         return Apart(self.group, gives, self._plan.gives, False)
 
 
-def _by_peer(exchange: Apart, x: Tensor) -> Callable[[], Parts]:
+def _by_peer(exchange: Apart, x: Tensor) -> Callable[[], ArrivedParts]:
     wait = exchange.start(x)
     return lambda: dict(zip(exchange.peers, wait(), strict=True))
 
@@ -199,7 +199,9 @@ class AsyncHalo:
         return record(self._wait, token)
 
 
-_InTransit = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows
+_InTransit = deque[
+    Callable[[], ArrivedParts]
+]  # what is on its way: in forward mode a tangent follows
 
 
 class _HaloStep(LinearOperator):

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core import boxes
-from tessel.core.boxes import Balanced, Box, Interval
+from tessel.core.boxes import Balanced, Box, Interval, Shape
 from tessel.core.partition import Partition
 
-Shape = tuple[int, ...]
 Coordinates = tuple[int, ...]
 
 

@@ -27,7 +27,7 @@ from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Outline
 from tessel.transport import Again
 
-Agreed = tuple["LinearOperator", TensorMeta]
+AgreedOperator = tuple["LinearOperator", TensorMeta]
 Tensors = Sequence[Tensor | None]  # None is a zero that nobody computed, or left out
 ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
 
@@ -151,12 +151,12 @@ class LinearOperator(HasHandle):
         return f"{type(self).__name__}({self.domain} → {self.codomain})"
 
     @cached_property
-    def _agreement(self) -> Agreement[Agreed]:
+    def _agreement(self) -> Agreement[AgreedOperator]:
         identity = f"{self._label} {self.domain.identity} {self.codomain.identity}"
         ranks = self.domain.partition.ranks
         return Agreement(self.group, self._label, ranks, self._conclude, identity)
 
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> AgreedOperator:
         for worker, shape in shapes.items():
             expected = self.domain.shape_on(worker)
             if shape != expected:
@@ -398,7 +398,7 @@ class Compiled(LinearOperator):
     """
 
     def __init__(
-        self, operator: LinearOperator, agreement: Agreement[Agreed], signature: Signature
+        self, operator: LinearOperator, agreement: Agreement[AgreedOperator], signature: Signature
     ) -> None:
         self.operator, self.agreement, self.signature = operator, agreement, signature
         self.domain, self.codomain = operator.domain, operator.codomain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from tessel.core.boxes import Shape
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 

@@ -251,7 +251,7 @@ def _add(rows: Sequence[Tensor], place: int) -> Tensor:
 
 
 _kept_sum = kept_in_job(Sum)
-Parts = tuple[Tensor | None, ...]
+TensorsOrNone = tuple[Tensor | None, ...]
 PackedGradients = tuple[Tensor, bool, bool]  # in a row; whether it is the bucket's; whether all
 
 
@@ -303,7 +303,7 @@ class GradientBucket:
         found = record_several(_BucketStep(self, "leave"), (token_for_use,))
         return tuple(each for each in found if each is not None)
 
-    def pack(self, grads: Parts) -> PackedGradients:
+    def pack(self, grads: TensorsOrNone) -> PackedGradients:
         """Gradients in a row, with flags of those that are there."""
         is_all = all(grad is not None for grad in grads)
         flat = [
@@ -316,12 +316,12 @@ class GradientBucket:
             flat = [torch.cat([*flat, constant(flags, self.like.dtype, self.like.device)])]
         return flat[0], is_ours, is_all
 
-    def start(self, packed: PackedGradients) -> Callable[[], Parts]:
+    def start(self, packed: PackedGradients) -> Callable[[], TensorsOrNone]:
         """Send gradients; the result waits for the sums."""
         row, is_ours, is_all = packed
         wait = self._sum.start(row, is_ours)
 
-        def arrive() -> Parts:
+        def arrive() -> TensorsOrNone:
             summed = wait()
             *parts, said = summed.split([*self._lengths, summed.numel() - sum(self._lengths)])
             found = [*map(from_a_row, parts, self.shapes, self._lasts)]
@@ -364,7 +364,7 @@ class _BucketStep:
     def like(self) -> Tensor:
         return self.bucket.like
 
-    def _apply(self, *xs: Tensor | None) -> Parts:
+    def _apply(self, *xs: Tensor | None) -> TensorsOrNone:
         if self.name in ("enter", "pack"):
             return self._token(_detached(xs) if self.name == "enter" else self.bucket.pack(xs))
         (token,) = xs
@@ -375,7 +375,7 @@ class _BucketStep:
             return self._token(carried if self.name == "pass" else self.bucket.start(carried))
         return _detached(carried) if self.name == "leave" else carried()
 
-    def _token(self, carried: Any) -> Parts:
+    def _token(self, carried: Any) -> TensorsOrNone:
         token: Any = self.like.new_empty(0)
         token.carried = carried
         return (token,)
@@ -423,7 +423,7 @@ class BucketInGraph:
     def H(self) -> BucketInGraph:
         return replace(self, sums=not self.sums)
 
-    def _apply(self, *xs: Tensor | None) -> Parts:
+    def _apply(self, *xs: Tensor | None) -> TensorsOrNone:
         if not self.sums:
             return _detached(xs)
         lengths = [prod(shape) for shape in self.shapes]
@@ -437,7 +437,7 @@ class BucketInGraph:
         return tuple(None if x is None else each.view(shape) for x, each, shape in found)
 
 
-def _detached(xs: Parts) -> Parts:
+def _detached(xs: TensorsOrNone) -> TensorsOrNone:
     """The same values, as tensors of their own."""
     return tuple(None if x is None else x.detach() for x in xs)
 

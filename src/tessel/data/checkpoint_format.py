@@ -10,7 +10,7 @@ import torch
 
 from tessel.core.layout import Layout
 from tessel.core.partition import world
-from tessel.data.formats import Format, Keys, State, Stored, part_in
+from tessel.data.formats import Format, Keys, NamedTensors, Stored, part_in
 from tessel.state.checkpoint import Part
 from tessel.state.folders import read_parts, stored_in, write_parts
 
@@ -22,7 +22,7 @@ class CheckpointFormat(Format):
 
     marks = (".metadata",)
 
-    def check(self, state: State) -> None:
+    def check(self, state: NamedTensors) -> None:
         if [*state] == [(ALONE,)]:
             raise ValueError(
                 f"a dict whose only key is {ALONE!r} would be read as a single tensor from a "
@@ -35,7 +35,7 @@ class CheckpointFormat(Format):
                     f"{keys} and {names['.'.join(keys)]} have the same name in a checkpoint"
                 )
 
-    def write(self, folder: Path, state: State) -> None:
+    def write(self, folder: Path, state: NamedTensors) -> None:
         parts = {}
         for keys, x in state.items():
             # in its own layout, if that has each value once

@@ -16,8 +16,7 @@ from tessel.core.boxes import Box
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.data.sources import Source
-
-Where = Partition | Layout
+from tessel.tensor.create import Where
 
 
 @dataclass(frozen=True)

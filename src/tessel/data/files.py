@@ -21,7 +21,7 @@ from tessel.data.zarr_format import ZarrFormat
 from tessel.state.raising import kind_of, together
 from tessel.tensor.tensor import Tensor, converters, layout_on
 
-Where = Partition | Layout | Mapping[str, Any] | None
+Destination = Partition | Layout | Mapping[str, Any] | None
 FORMATS: tuple[type[Format], ...] = (ZarrFormat, CheckpointFormat)
 OTHERS = (".pt", ".pth", ".ckpt", ".npy", ".npz", ".h5", ".hdf5", ".safetensors", ".zip")
 
@@ -78,7 +78,10 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], where: Where = None, *, device: torch.device | str | None = None
+    path: str | os.PathLike[str],
+    where: Destination = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> Any:
     """Read what `tessel.save`, or another program, has written, each worker its box.
 

@@ -13,11 +13,10 @@ import torch
 from tessel.core.agreement import tell
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import world
-from tessel.state.folders import whole_folder
+from tessel.state.folders import Keys, whole_folder
 from tessel.tensor import Tensor
 
-Keys = tuple[str, ...]  # of a tensor in dicts of dicts; () for one that is alone
-State = Mapping[Keys, Tensor]
+NamedTensors = Mapping[Keys, Tensor]
 
 
 def flattened(x: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
@@ -69,7 +68,7 @@ class Format(ABC):
         """Whether a folder is one of this format."""
         return any((folder / name).exists() for name in cls.marks)
 
-    def save(self, call: str, folder: Path, state: State) -> None:
+    def save(self, call: str, folder: Path, state: NamedTensors) -> None:
         """Write a folder under another name, which gets its own when all workers have written it.
 
         What had the name is removed then, and not before. All workers raise if one cannot.
@@ -81,14 +80,14 @@ class Format(ABC):
             self.write(unfinished, state)
 
     @abstractmethod
-    def check(self, state: State) -> None:
+    def check(self, state: NamedTensors) -> None:
         """Raise if there is something that it cannot keep, or no package for it."""
 
-    def prepare(self, folder: Path, state: State) -> None:  # noqa: B027  # there may be nothing
+    def prepare(self, folder: Path, state: NamedTensors) -> None:  # noqa: B027  # there may be nothing
         """Make what is in the folder before workers write, on the first worker."""
 
     @abstractmethod
-    def write(self, folder: Path, state: State) -> None:
+    def write(self, folder: Path, state: NamedTensors) -> None:
         """Write this worker's boxes, on all workers at once.
 
         What goes wrong is raised at the end, as others wait for this worker's parts before.

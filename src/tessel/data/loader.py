@@ -18,8 +18,8 @@ from tessel.data.sampler import PartSampler, mixed
 from tessel.state.raising import kind_of, together
 from tessel.tensor import Tensor
 
-Parts = list[torch.Tensor]
-Outcome = Callable[[], Parts | None]
+SampleParts = list[torch.Tensor]
+Outcome = Callable[[], SampleParts | None]
 
 
 class Request(NamedTuple):
@@ -148,7 +148,7 @@ class PartLoader:
     def _outcomes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
         """For each batch what returns its parts, read by processes, by a thread, or when asked."""
 
-        def by_processes() -> Iterator[Parts | None]:
+        def by_processes() -> Iterator[SampleParts | None]:
             yield from DataLoader(
                 self._reader,
                 batch_size=None,
@@ -169,7 +169,7 @@ class PartLoader:
         # a thread has a device of its own, the first one, on which pinning would start CUDA
         use = partial(torch.accelerator.set_device_index, self._index)
         executor = ThreadPoolExecutor(1, "tessel.data", use if self._pins else None)
-        ahead: deque[Future[Parts | None]] = deque()
+        ahead: deque[Future[SampleParts | None]] = deque()
         try:
             for request in requests:
                 ahead.append(executor.submit(self._read, request))
@@ -180,7 +180,7 @@ class PartLoader:
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, request: Request) -> Parts | None:
+    def _read(self, request: Request) -> SampleParts | None:
         parts = self._reader[request]
         return [each.pin_memory() for each in parts] if parts and self._pins else parts
 
@@ -191,7 +191,7 @@ class _RequestReader(Dataset[Any]):
     def __init__(self, dataset: PartDataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, request: Request) -> Parts | None:
+    def __getitem__(self, request: Request) -> SampleParts | None:
         if not request.indices:
             return None
         samples = [self._dataset.read(*each) for each in zip(*request, strict=True)]

@@ -12,7 +12,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.data.formats import Format, Keys, State, Stored, part_in, said_of
+from tessel.data.formats import Format, Keys, NamedTensors, Stored, part_in, said_of
 from tessel.data.sources import as_tensor, needed, torch_dtype
 
 LIMIT = 8 << 20  # bytes of a chunk whose size nobody has said
@@ -32,7 +32,7 @@ class ZarrFormat(Format):
     def __init__(self, chunks: Sequence[int] | Mapping[str, Any] | None = None) -> None:
         self._chunks = chunks
 
-    def check(self, state: State) -> None:
+    def check(self, state: NamedTensors) -> None:
         needed("zarr", "a folder .zarr")
         for keys, x in state.items():
             for key in keys:
@@ -43,7 +43,7 @@ class ZarrFormat(Format):
             _numpy_dtype(x.dtype)
             self._aligned(keys, x)
 
-    def prepare(self, folder: Path, state: State) -> None:
+    def prepare(self, folder: Path, state: NamedTensors) -> None:
         zarr: Any = needed("zarr", folder)
         if () not in state:
             zarr.create_group(folder)
@@ -64,7 +64,7 @@ class ZarrFormat(Format):
                 config={"write_empty_chunks": True},
             )
 
-    def write(self, folder: Path, state: State) -> None:
+    def write(self, folder: Path, state: NamedTensors) -> None:
         zarr: Any = needed("zarr", folder)
         problem: Exception | None = None
         for keys, x in state.items():

@@ -145,17 +145,17 @@ class UnknownSharding:
 
 
 State = Sharding | UnknownSharding | None
-Values = tuple[int | str, str | tuple[int, ...], int | tuple[int, ...] | None]
+ShardingValues = tuple[int | str, str | tuple[int, ...], int | tuple[int, ...] | None]
 
 
-def in_values(state: Sharding | UnknownSharding) -> Values:
+def in_values(state: Sharding | UnknownSharding) -> ShardingValues:
     """A state as numbers and words, which files may contain that torch loads by default."""
     if isinstance(state, Sharding):
         return state.dim, state.partition.ranks, state.size
     return state.function, state.why, None if state.partition is None else state.partition.ranks
 
 
-def of_values(values: Values) -> Sharding | UnknownSharding:
+def of_values(values: ShardingValues) -> Sharding | UnknownSharding:
     """The state that was written as these values; its workers need not be there."""
     first, second, third = values
     if isinstance(first, int):

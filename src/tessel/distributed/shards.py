@@ -27,9 +27,9 @@ from tessel.distributed.group import row_of
 from tessel.distributed.shardings import (
     ATTRIBUTE,
     Sharding,
+    ShardingValues,
     State,
     UnknownSharding,
-    Values,
     check_known,
     describe,
     in_values,
@@ -229,7 +229,7 @@ def restored(
     plain: Tensor,
     requires_grad: bool,
     is_parameter: bool,
-    values: Values,
+    values: ShardingValues,
     called: int | None = None,
 ) -> Shard:
     """A shard as it was written into a file."""

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Shape
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
 from tessel.tensor.rules import pointwise as rules
 from tessel.tensor.table import tensors
-
-Shape = tuple[int, ...]
 
 # attributes and methods that give no tensor, or nothing of a tensor's values
 QUESTIONS = frozenset(

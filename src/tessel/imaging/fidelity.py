@@ -26,7 +26,7 @@ from tessel.imaging.parameters import (
     tensors_held_by,
 )
 from tessel.imaging.parts.local_rules import MISFITS
-from tessel.imaging.parts.operators import Operator, Whole, vjp
+from tessel.imaging.parts.operators import RowOperator, Whole, vjp
 from tessel.imaging.physics import DistributedPhysics, OperatorCall
 from tessel.imaging.signal import Image, local_data
 from tessel.transport import kept_in_job
@@ -239,7 +239,7 @@ class PartFidelity:
     fidelity: Any
     device: torch.device | str = "cpu"
 
-    def loss(self, operator: Operator, y: Tensor, call: OperatorCall, batch: int) -> Tensor:
+    def loss(self, operator: RowOperator, y: Tensor, call: OperatorCall, batch: int) -> Tensor:
         """This worker's share of f: of each image of the batch if f tells them apart, or a number.
 
         Args:
@@ -285,7 +285,7 @@ class PartFidelity:
         start, stop = box[0]
         return torch.nn.functional.pad(share, (start, batch - stop))
 
-    def grad(self, operator: Operator, y: Tensor, call: OperatorCall) -> Tensor:
+    def grad(self, operator: RowOperator, y: Tensor, call: OperatorCall) -> Tensor:
         """This worker's part of the gradient of f in x; see `loss`."""
         f, x = self.fidelity, call.x
         if isinstance(operator, Whole):

@@ -57,8 +57,8 @@ from tessel.imaging.parameters import (
     unshared_problem,
 )
 from tessel.imaging.parts.local_rules import partition_physics
-from tessel.imaging.parts.operators import DTYPES, Operator
-from tessel.imaging.parts.rows import NO_ARGUMENTS, Arguments, rows_of_operators
+from tessel.imaging.parts.operators import DTYPES, RowOperator
+from tessel.imaging.parts.rows import NO_ARGUMENTS, CallArguments, rows_of_operators
 from tessel.imaging.signal import Image, local_data
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
@@ -71,7 +71,7 @@ class OperatorCall:
     name: str  # in the words of its user
     x: Tensor  # this row's copy of the image, empty if there is none
     has_image: bool
-    pairs: list[tuple[Operator, Tensor]]  # operators, each with what was brought for it
+    pairs: list[tuple[RowOperator, Tensor]]  # operators, each with what was brought for it
     needs_grad: bool
     anchor: Tensor | None  # a zero on which the result shall depend
     copies: Copies
@@ -82,7 +82,7 @@ class OperatorCall:
     problems: list[Problem] = field(default_factory=list)  # what was noticed while it was computed
 
 
-Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
+Term = Callable[[RowOperator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
 # That of a derivative at the image, which the call has.
 AT_IMAGE: Iterable[Term] = repeat(lambda op, v, call: op.A_vjp(call.x, v))
 
@@ -153,7 +153,7 @@ class DistributedPhysics:
             f"the operators of {self._label}",
             lambda: [self._made(factory, i, seed) for i in self.local_indices],
         )
-        self._spread: list[Operator] = [
+        self._spread: list[RowOperator] = [
             partition_physics(physics, self.rows.own, self._owner(position))
             for position, physics in enumerate(self.local_operators)
         ]
@@ -187,7 +187,7 @@ class DistributedPhysics:
         if seed is None:  # a new one for each call, as torch's generator has gone on
             seed, number = self.ctx.seed_for(f"{self._label}.__call__"), 0
 
-        def measured(position: int, operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
+        def measured(position: int, operator: RowOperator, x: Tensor, call: OperatorCall) -> Tensor:
             physics, owner = self.local_operators[position], self._owner(position)
             if not callable(physics):
                 return operator.A(x, **call.settings)
@@ -260,7 +260,7 @@ class DistributedPhysics:
         call: str,
         values: Sequence[Tensor] | None,
         shared: Any = (),
-        arguments: Arguments = NO_ARGUMENTS,
+        arguments: CallArguments = NO_ARGUMENTS,
         gather: bool = True,
     ) -> None:
         """Raise on all workers if this call cannot be made; see `enter`."""
@@ -333,7 +333,7 @@ class DistributedPhysics:
         fidelities: Sequence[Any] | None = None,
         shared: Any = (),
         users: Any = (),
-        arguments: Arguments = NO_ARGUMENTS,
+        arguments: CallArguments = NO_ARGUMENTS,
         gather: bool = True,
     ) -> OperatorCall | None:
         """What goes into a call, after all workers agreed that it fits together, or raised.

@@ -44,7 +44,7 @@ from tessel.imaging.solvers.method import Space
 from tessel.imaging.solvers.splitting import fidelity_prox
 
 GATHER_STRATEGIES = ("naive", "concatenated", "broadcast")
-Kind = tuple[int, Shape, torch.dtype]  # the number of a measurement, its shape and dtype
+MeasurementKind = tuple[int, Shape, torch.dtype]  # the number of a measurement, its shape and dtype
 REDUCE_OPS = (None, "sum", "mean")
 
 
@@ -82,7 +82,9 @@ class DistributedStackedPhysics(DistributedPhysics):
     ) -> None:
         check_choice("gather_strategy", gather_strategy, GATHER_STRATEGIES)
         super().__init__(ctx, num_operators, factory, factory_kwargs)
-        self._kinds: dict[tuple[int, ...], list[list[Kind]]] = {}  # of all workers, by checksums
+        self._kinds: dict[
+            tuple[int, ...], list[list[MeasurementKind]]
+        ] = {}  # of all workers, by checksums
         # The names of deepinv for what has other names in the document.
         self.num_operators, self.gather_strategy = self.num_ops, gather_strategy
         self.local_physics, self.local_indexes = self.local_operators, self.local_indices
@@ -240,7 +242,11 @@ class DistributedStackedPhysics(DistributedPhysics):
         return as_tensor_list([found[i] for i in range(self.num_ops)])
 
     def _moved(
-        self, kinds: list[list[Kind]], own: dict[int, Tensor], anchor: Tensor | None, records: bool
+        self,
+        kinds: list[list[MeasurementKind]],
+        own: dict[int, Tensor],
+        anchor: Tensor | None,
+        records: bool,
     ) -> dict[int, Tensor]:
         """Measurements of all workers by their numbers, after one exchange of rows."""
         partition = self.ctx.partition

@@ -22,10 +22,10 @@ from tessel.core import Box, Cut, Interval, Layout, Move, boxes, shared_whole
 from tessel.imaging.context import is_whole, local_indices
 from tessel.imaging.distribution_strategies.strategies import (
     BasicStrategy,
+    CoreAndRead,
     Pairs,
     PriorWindow,
     SmartTilingStrategy,
-    Tile,
     WindowStrategy,
     crossed,
     parts,
@@ -236,7 +236,7 @@ class LocalWindows(Tiling):
             self.strategy.put_back(out, patch, self.windows[i], box)
 
     @cached_property
-    def _tiles(self) -> dict[int, list[list[Tile]]]:
+    def _tiles(self) -> dict[int, list[list[CoreAndRead]]]:
         """For each dimension that is cut, the tiles of each place along its axes."""
         found = {}
         copies = prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
@@ -257,7 +257,7 @@ class LocalWindows(Tiling):
             found[dim] = places
         return found
 
-    def _layout(self, intervals: Callable[[list[Tile]], list[Interval]]) -> Layout:
+    def _layout(self, intervals: Callable[[list[CoreAndRead]], list[Interval]]) -> Layout:
         """Each worker's hull of these intervals of its windows."""
         cuts = []
         first = self.strategy.dims[0]

@@ -28,7 +28,7 @@ from tessel.models.spectral import (
 )
 from tessel.models.weights import Mixing, SpectralWeight
 from tessel.nn import buckets
-from tessel.nn.layer import ComputingLayer, Entry, Result, needs_of, parts_agreement
+from tessel.nn.layer import AgreedInput, ComputingLayer, Result, needs_of, parts_agreement
 from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
 from tessel.operators.space import COMPLEX_OF, Shape, checked_length
 from tessel.state import clip_grad_norm_
@@ -206,13 +206,13 @@ class FNO(ComputingLayer, torch.nn.Module):
         """
         return clip_grad_norm_(self, max_norm, partition=self.P_x)
 
-    def _agreement(self) -> Agreement[Entry]:
+    def _agreement(self) -> Agreement[AgreedInput]:
         """One for the whole model, for each state in which all workers must be alike."""
         needs, is_off = needs_of(self.parameters())
         # Whether parameters need gradients decides on messages of the backward pass.
         dtypes = (each.dtype for each in self.parameters())
         kinds = (is_off, buckets.planned_uses(), *needs, *dtypes)
-        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        agreements: dict[Any, Agreement[AgreedInput]] = self.__dict__.setdefault("_agreements", {})
         if kinds not in agreements:
             label = f"{self.label} under torch.no_grad()" if is_off else self.label
             agreements[kinds] = parts_agreement(

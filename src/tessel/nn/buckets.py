@@ -28,7 +28,7 @@ from tessel.core.partition import Partition
 from tessel.core.shared import BucketInGraph, GradientBucket, Replicate, current_buckets
 from tessel.nn.layer import Layer
 from tessel.tensor.table import in_backward, in_checkpoint
-from tessel.transport import NUM_WORDS, code_of
+from tessel.transport import NUM_WORDS, code_of, kept_in_job
 
 # Bytes of a bucket. A bucket leaves when its last gradient is there: a larger one waits longer, and
 # less is left to compute while it travels; smaller ones are more messages.
@@ -57,7 +57,7 @@ class Bucket:
     lasts: tuple[bool, ...]
 
 
-Plan = tuple[Bucket, ...]
+BucketPlan = tuple[Bucket, ...]
 
 
 class BucketSchedule:
@@ -76,7 +76,7 @@ class BucketSchedule:
         self.uses: dict[int, Use] = {}
         self.unsteady: set[int] = set()
 
-    def plan(self, parameters: Sequence[Tensor]) -> Plan:
+    def plan(self, parameters: Sequence[Tensor]) -> BucketPlan:
         """Which parameters will be used together, if this call is like the last."""
         if not torch.is_grad_enabled():
             return ()
@@ -101,7 +101,7 @@ class BucketSchedule:
             for use, numbers in found
         )
 
-    def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
+    def learn(self, plan: BucketPlan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""
         if uses:  # a call that used none, as one without gradients, says nothing of the next
             self.unsteady.update(n for bucket in plan for n in bucket.numbers if n not in uses)
@@ -173,7 +173,8 @@ class BucketedCall:
         # are never two large ones on their way.
         self._prepare(place)
         is_last = place + 1 == len(self.plan)
-        is_large = not is_last and self._nbytes(place + 1) > LIMIT
+        following = () if is_last else self.plan[place + 1].numbers
+        is_large = sum(self.parameters[one].nbytes for one in following) > LIMIT
         if not is_last and not is_large:
             self._prepare(place + 1)
         bucket, token = self._prepared[place]
@@ -190,9 +191,6 @@ class BucketedCall:
             shapes = [tuple(one.shape) for one in values]
             bucket = GradientBucket(*planned.use, shapes, values[0], planned.lasts)
             self._prepared[place] = bucket, bucket.prepare(values)
-
-    def _nbytes(self, place: int) -> int:
-        return sum(self.parameters[number].nbytes for number in self.plan[place].numbers)
 
 
 def _plain(in_graph: bool) -> bool:
@@ -243,7 +241,7 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
     if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
         return
     group = partition.prepare()
-    head = f"{type(module).__name__} over {partition}, under {wrapping}, with the parameters "
+    head, code = _beginning(type(module).__name__, partition, wrapping)
 
     def said() -> str:
         names = {id(value): name for name, value in module.named_parameters()}
@@ -251,7 +249,7 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
         return head + ", ".join(used)
 
     try:
-        agree_on_call(group, said, zlib.crc32(call.sequence, code_of(head)))
+        agree_on_call(group, said, zlib.crc32(call.sequence, code))
     except ValueError as error:
         calls: list[str] = error.calls  # type: ignore[attr-defined]
         if not all(each.startswith(head) for each in calls):
@@ -271,6 +269,13 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
         raise different from None
 
 
+@kept_in_job
+def _beginning(name: str, partition: Partition, wrapping: str) -> tuple[str, int]:
+    """What workers say of a call whatever parameters it used, which is made once, and its code."""
+    head = f"{name} over {partition}, under {wrapping}, with the parameters "
+    return head, code_of(head)
+
+
 def described_uses() -> tuple[str, str]:
     """How the call that is traced now uses its parameters: in a few words, and all of it."""
     call = current_buckets.get()
@@ -279,7 +284,7 @@ def described_uses() -> tuple[str, str]:
     return described(call.plan), f"{call.plan} {[*call.sequence]}"
 
 
-def planned_uses() -> Plan:
+def planned_uses() -> BucketPlan:
     """Which parameters are used together in the call that runs now."""
     call = current_buckets.get()
     return call.plan if isinstance(call, BucketedCall) else ()
@@ -315,7 +320,7 @@ class BucketedForward:
             self._agree(planned_uses())
             return forward(self.module, *args, **kwargs)
 
-    def _agree(self, plan: Plan) -> None:
+    def _agree(self, plan: BucketPlan) -> None:
         """Raise on all workers if those of a partition would send each other different messages."""
         group = self._group_of_layers()
         if transport.this_worker() not in group.workers:
@@ -332,7 +337,7 @@ class BucketedForward:
         agree_on_call(group, call, code, codes, alike=len(codes))
 
 
-def described(plan: Plan) -> str:
+def described(plan: BucketPlan) -> str:
     """A plan in a few words."""
     if not plan:
         return "gradients alone"

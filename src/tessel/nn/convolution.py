@@ -12,8 +12,7 @@ from tessel.core.layout import Layout, Shape
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
 from tessel.tensor.rules import convolution
-
-Numbers = tuple[int, ...]
+from tessel.tensor.windowed import Numbers
 
 
 class ConvolutionLayer(Weighted):

@@ -24,7 +24,7 @@ from tessel.tensor.table import UnsupportedError, as_spread, opened, parts, runn
 from tessel.tensor.tensor import is_spread
 from tessel.transport import kept_in_job
 
-Entry = tuple[Layout, TensorMeta]
+AgreedInput = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
 
 # a converted model runs whose tensors one worker has: its layers are torch's own then
@@ -33,10 +33,10 @@ alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 def parts_agreement(
     group: transport.Group, P_x: Partition, label: str, identity: str
-) -> Agreement[Entry]:
+) -> Agreement[AgreedInput]:
     """Where workers agree how the parts of a tensor lie on `P_x` that they pass."""
 
-    def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
+    def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> AgreedInput:
         return Layout.from_local_shapes(P_x, shapes), meta
 
     return Agreement(group, label, P_x.ranks, conclude, identity)
@@ -226,7 +226,7 @@ class Layer(HasHandle):
         """What torch's own layer computes."""
         return super().forward(x, *args, **settings)  # type: ignore[misc]
 
-    def _agreement(self) -> Agreement[Entry]:
+    def _agreement(self) -> Agreement[AgreedInput]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
         # What this worker sees; what all must have in common is in the identity.
@@ -234,7 +234,7 @@ class Layer(HasHandle):
         # not self.parameters(recurse=False), which takes as long as the exchange does
         for each in self._parameters.values():
             state.append(each is not None and each.requires_grad)
-        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        agreements: dict[Any, Agreement[AgreedInput]] = self.__dict__.setdefault("_agreements", {})
         key = tuple(state)
         if key not in agreements:
             needs, is_off = needs_of(each for each in self._parameters.values() if each is not None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Numbers, TensorMeta, entered
+from tessel.core.agreement import NumbersByWorker, TensorMeta, entered
 from tessel.core.checksum import checksum, is_dense, is_within, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.tensor import Tensor as SpreadTensor
@@ -43,7 +43,7 @@ class AgreedTarget:
     name: str
     shapes: dict[int, Shape]
     meta: TensorMeta
-    numbers: Numbers
+    numbers: NumbersByWorker
 
     def check_parts(self, layout: Layout, expected: Layout) -> None:
         """Raise ValueError if the parts do not lie as those of the input, in `layout`."""

@@ -28,7 +28,7 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import (
-    Entry,
+    AgreedInput,
     Layer,
     Result,
     compute_spread,
@@ -45,7 +45,7 @@ from tessel.tensor.tensor import is_spread
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 
-Parameters = tuple[Tensor | None, ...]
+LayerParameters = tuple[Tensor | None, ...]
 
 POINTWISE: tuple[type[nn.Module], ...] = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU),
@@ -138,26 +138,26 @@ class HaloRegion(HasHandle, nn.Sequential):
             shape, field = step.trace(shape, x, layout)
             shapes.append(shape)
             fields.append(field)
-        wraps, stages = planned(layout, tuple(shapes), tuple(fields))
+        wraps, windowed = planned(layout, tuple(shapes), tuple(fields))
         parameters = [step.parameters(layout) for step in steps]
         for wrap in wraps:
             x = wrap.apply(x)
-        y = stages[0].fetch(x)  # all that this worker reads
-        for step, stage, given in zip(steps, stages, parameters, strict=True):
-            y = step.compute(y, stage, *given)
-        return y, stages[-1].target
+        y = windowed[0].fetch(x)  # all that this worker reads
+        for step, between, given in zip(steps, windowed, parameters, strict=True):
+            y = step.compute(y, between, *given)
+        return y, windowed[-1].target
 
     def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
         assert P_x is not None
         return [region_step(layer, P_x) for layer in _chain(self)]
 
-    def _agreement(self, P_x: Partition) -> Agreement[Entry]:
+    def _agreement(self, P_x: Partition) -> Agreement[AgreedInput]:
         """One for each state of the layers, in which all workers must be alike."""
         needs, is_off = needs_of(self.parameters())
         training = tuple(each.training for each in self.modules())
         state = (P_x, training, is_off, *needs)
-        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        agreements: dict[Any, Agreement[AgreedInput]] = self.__dict__.setdefault("_agreements", {})
         if state not in agreements:
             names = ", ".join(type(each).__name__ for each in _chain(self))
             modes = ["training" if each.training else "evaluation" for each in _chain(self)]
@@ -187,7 +187,7 @@ def planned(
     """From a tensor in the layout `source` to balanced parts of the last of these shapes.
 
     First, dimensions that wrap around in all layers are continued. Then every worker fetches what
-    the first stage reads; each stage goes from what the one before has to what the next one reads.
+    the first layer reads; each layer goes from what the one before has to what the next one reads.
 
     Args:
         source: where the input lies.
@@ -204,18 +204,18 @@ def planned(
                 inputs, fields, (before, after) = _extended(inputs, fields, dim, extensions)
                 wraps.append(periodic_halo(source, dim, before, after))
                 source = wraps[-1].codomain
-    stages: list[Windowed] = []
+    windowed: list[Windowed] = []
     # From the last layer to the first: each computes what the one behind it reads, also what its
     # neighbours compute, so that boxes grow towards the input.
     for shape, field in zip(reversed(inputs), reversed(fields), strict=True):
-        is_first = len(stages) + 1 == len(fields)
+        is_first = len(windowed) + 1 == len(fields)
         held = source if is_first else Windowed(source.resized(shape), target, field).read
-        stages.insert(0, Windowed(held, target, field))
-        target = stages[0].read
-    return tuple(wraps), tuple(stages)
+        windowed.insert(0, Windowed(held, target, field))
+        target = windowed[0].read
+    return tuple(wraps), tuple(windowed)
 
 
-Extensions = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
+Extensions = list[tuple[int, int]]  # for each layer that wraps around, what its input goes on by
 
 
 def _continued(
@@ -304,7 +304,7 @@ class RegionStep(ABC):
             layout: of the input of the region.
         """
 
-    def parameters(self, layout: Layout) -> Parameters:
+    def parameters(self, layout: Layout) -> LayerParameters:
         """The layer's parameters for use on this worker's part."""
         return ()
 
@@ -324,7 +324,7 @@ class _Convolving(RegionStep):
         around = _bordered(windows, shape, settings.widths, settings.mode)
         return outputs, leading(len(shape), (settings.channels, *around))
 
-    def parameters(self, layout: Layout) -> Parameters:
+    def parameters(self, layout: Layout) -> LayerParameters:
         return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
@@ -507,7 +507,7 @@ class _Prelu(_Pointwise):
         F.prelu(outline(shape, x.dtype), outline(tuple(self.layer.weight.shape), x.dtype))
         return super().trace(shape, x, layout)
 
-    def parameters(self, layout: Layout) -> Parameters:
+    def parameters(self, layout: Layout) -> LayerParameters:
         return (used(self.layer.weight, layout),)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:

@@ -26,7 +26,7 @@ from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import leaves_of, needed, parameters_sent
 from tessel.operators.tasks import OperatorTask, count_flops, dtype_after
 
-Held = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
+KeptTensor = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ExplainedStep:
     dtype_after: torch.dtype
     group: tuple[OperatorTask, ...] = ()
     num_terms: int = 0
-    held: tuple[Held, ...] = ()
+    held: tuple[KeptTensor, ...] = ()
     takes_input: bool = False
 
     @property
@@ -241,7 +241,7 @@ def lines_of(plan: OperatorPlan, dtype: torch.dtype) -> Iterator[ExplainedStep]:
 
 
 def _lines(
-    plan: OperatorPlan, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
+    plan: OperatorPlan, dtype: torch.dtype, held: tuple[KeptTensor, ...], takes_input: bool
 ) -> Iterator[ExplainedStep]:
     """The same, while other tensors are held; `takes_input` if it is the whole plan's input."""
     for step in plan.steps:

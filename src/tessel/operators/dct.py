@@ -12,7 +12,7 @@ from torch import Tensor
 from tessel.core.linop import record_local
 from tessel.operators.cosine import TrigonometricKernel
 from tessel.operators.leaf import Leaf
-from tessel.operators.memory import Order, inverse_of, order_of
+from tessel.operators.memory import MemoryOrder, inverse_of, order_of
 from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 
 NORMS = ("backward", "ortho", "forward")
@@ -58,7 +58,7 @@ class Trigonometric(Leaf):
         y = record_local(self.kernel, x.permute(order))
         return y.permute(inverse_of(order))
 
-    def order_after(self, order: Order, dims: list[int]) -> Order:
+    def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
         """The dimension that is transformed lies last."""
         return (*(d for d in order if d not in dims), *dims)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tessel.core.linop import record_local
 from tessel.operators.leaf import Leaf
 from tessel.operators.local_transform import LocalTransform
-from tessel.operators.memory import Order, inverse_of, order_of
+from tessel.operators.memory import MemoryOrder, inverse_of, order_of
 from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length, complex_of
 
 
@@ -108,7 +108,7 @@ class ParDFT(Leaf):
         """Transforms of one kind along several dimensions in one call."""
         return JointTransform(transforms)(x)
 
-    def order_after(self, order: Order, dims: list[int]) -> Order:
+    def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
         """Torch leaves the dimensions last that it transformed."""
         return (*(d for d in order if d not in dims), *(d for d in order if d in dims))
 

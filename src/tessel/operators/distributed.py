@@ -28,7 +28,7 @@ from tessel.core.layout import Layout
 from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition, world
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
-from tessel.operators.execution import Columns, Function, Values, program
+from tessel.operators.execution import BatchColumns, TensorFunction, program
 from tessel.operators.explanation import Explanation, explain
 from tessel.operators.input_shape import InputShape
 from tessel.operators.layouts import (
@@ -44,14 +44,14 @@ from tessel.operators.layouts import (
 )
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrices import ParIdentity
-from tessel.operators.memory import Order
+from tessel.operators.memory import MemoryOrder
 from tessel.operators.parameters import Parameters, find_values, own_values
 from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
-from tessel.operators.tasks import OperatorTask
+from tessel.operators.tasks import LeafValues, OperatorTask
 
-Entry = tuple[Columns, TensorMeta, InputShape]  # what workers agree on before a call
+AgreedCall = tuple[BatchColumns, TensorMeta, InputShape]  # what workers agree on before a call
 
 
 class Distributed(HasHandle, ParOperator):
@@ -187,7 +187,7 @@ class Distributed(HasHandle, ParOperator):
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
-        again: Callable[[], Entry] | None = None  # what agrees in each run of compiled code
+        again: Callable[[], AgreedCall] | None = None  # what agrees in each run of compiled code
         if len(self.partition.ranks) == 1:  # nobody to ask
             own = Signature.of(x)
             meta = TensorMeta(x.dtype, x.device.type, own.needs_grad, own.has_tangent)
@@ -225,7 +225,11 @@ class Distributed(HasHandle, ParOperator):
         return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
 
     def run(
-        self, x: Tensor, values: Values, columns: Columns = None, order: Order | None = None
+        self,
+        x: Tensor,
+        values: LeafValues,
+        columns: BatchColumns = None,
+        order: MemoryOrder | None = None,
     ) -> Tensor:
         """Apply the operator without asking the others.
 
@@ -243,7 +247,7 @@ class Distributed(HasHandle, ParOperator):
         return x
 
     @cached_property
-    def _programs(self) -> dict[tuple[Columns, Order], list[Function]]:
+    def _programs(self) -> dict[tuple[BatchColumns, MemoryOrder], list[TensorFunction]]:
         return {}  # by how the batch is split and how dimensions lie in memory
 
     def _state(self, theta: Parameters | None) -> str:
@@ -273,10 +277,10 @@ class Distributed(HasHandle, ParOperator):
         return self.partition.active  # kept: each call asks, and the partition asks torch each time
 
     @cached_property
-    def _agreements(self) -> dict[str, Agreement[Entry]]:
+    def _agreements(self) -> dict[str, Agreement[AgreedCall]]:
         return {}
 
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> AgreedCall:
         if meta.dtype != self.domain.dtype:
             raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {meta.dtype}")
         self.check_numbers(meta.device)

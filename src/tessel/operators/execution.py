@@ -6,7 +6,7 @@ of dimensions in memory, the shapes of parts. So a plan becomes a list of functi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
 from math import prod
@@ -20,19 +20,20 @@ from tessel.core.shared import Replicate, anchored_zeros
 from tessel.operators import tasks
 from tessel.operators.dft import JointTransform, ParDFT
 from tessel.operators.layouts import alike, box_of, with_batch
-from tessel.operators.leaf import Leaf
-from tessel.operators.memory import Order, inverse_of
-from tessel.operators.planning import Branches, Local, OperatorPlan, Step, Transfer
+from tessel.operators.memory import MemoryOrder, inverse_of
+from tessel.operators.planning import Branches, Local, OperatorPlan, PlannedStep, Transfer
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import Storage, leaves_of, needed, whole
+from tessel.operators.tasks import LeafValues
 from tessel.transport import kept_in_job, this_worker
 
-Columns = tuple[int, ...] | None  # of the batch, for each place along its axes
-Values = Mapping[Leaf, Tensor]  # of parameters, whole or this worker's parts
-Function = Callable[[Tensor, Values], Tensor]
+BatchColumns = tuple[int, ...] | None  # of the batch, for each place along its axes
+TensorFunction = Callable[[Tensor, LeafValues], Tensor]
 
 
-def program(plan: OperatorPlan, storage: Storage, columns: Columns, order: Order) -> list[Function]:
+def program(
+    plan: OperatorPlan, storage: Storage, columns: BatchColumns, order: MemoryOrder
+) -> list[TensorFunction]:
     """The steps of a plan as functions of this worker's part and the parameters.
 
     Args:
@@ -56,23 +57,27 @@ def program(plan: OperatorPlan, storage: Storage, columns: Columns, order: Order
     return functions
 
 
-def _transfer(step: Transfer, columns: Columns, order: Order, following: Step | None) -> Function:
+def _transfer(
+    step: Transfer, columns: BatchColumns, order: MemoryOrder, following: PlannedStep | None
+) -> TensorFunction:
     spaced = None
     if isinstance(following, Local) and isinstance(following.group[0].actor, ParDFT):
         # A transform along one dimension is faster if its slices do not share places in the cache.
         spaced = order.index(following.group[0].dims[0]) if len(following.group) == 1 else None
     move, back = _move(step.before, step.after, columns, order, spaced), inverse_of(order)
 
-    def transfer(x: Tensor, values: Values) -> Tensor:
+    def transfer(x: Tensor, values: LeafValues) -> Tensor:
         return move.apply(x.permute(order)).permute(back)
 
     return transfer
 
 
-def _sum(step: Branches, storage: Storage, columns: Columns, order: Order) -> Function:
+def _sum(
+    step: Branches, storage: Storage, columns: BatchColumns, order: MemoryOrder
+) -> TensorFunction:
     programs = [program(plan, storage, columns, order) for plan in step.plans]
 
-    def add(x: Tensor, values: Values) -> Tensor:
+    def add(x: Tensor, values: LeafValues) -> Tensor:
         total = None
         for functions in programs:
             y = x
@@ -85,7 +90,7 @@ def _sum(step: Branches, storage: Storage, columns: Columns, order: Order) -> Fu
     return add
 
 
-def _local(step: Local, storage: Storage) -> Function:
+def _local(step: Local, storage: Storage) -> TensorFunction:
     before, after = step.before, step.after
     is_alone = before.partition.size == 1  # all parameters are where they are needed
     uses = [
@@ -96,7 +101,7 @@ def _local(step: Local, storage: Storage) -> Function:
     shape, num_dims = after.local_shape, len(after.shape)
     act = _action(step)
 
-    def local(x: Tensor, values: Values) -> Tensor:
+    def local(x: Tensor, values: LeafValues) -> Tensor:
         used = values
         if uses and not is_alone:
             used = {}
@@ -115,7 +120,7 @@ def _local(step: Local, storage: Storage) -> Function:
     return local
 
 
-def _action(step: Local) -> Function:
+def _action(step: Local) -> TensorFunction:
     """What a step does with a part that is not empty, by its tasks' own methods."""
     actor, dims = step.group[0].actor, step.group[0].dims
     if isinstance(actor, ParRestriction):
@@ -130,7 +135,7 @@ def _action(step: Local) -> Function:
 
 @kept_in_job
 def _move(
-    before: Layout, after: Layout, columns: Columns, order: Order, spaced: int | None
+    before: Layout, after: Layout, columns: BatchColumns, order: MemoryOrder, spaced: int | None
 ) -> Move:
     """The move of a tensor and its batch whose dimensions are taken in another order."""
 

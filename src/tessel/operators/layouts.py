@@ -22,7 +22,9 @@ from tessel.core.partition import Partition
 
 ANYWHERE = "anywhere"  # where the last step leaves the result
 MOST_WORKERS = 128  # of which each is counted
-Runs = tuple[tuple[int, int], ...]  # (stride, size): along it place p counts p // stride % size
+StridesAndSizes = tuple[
+    tuple[int, int], ...
+]  # (stride, size): along it place p counts p // stride % size
 
 
 def split_along(partition: Partition, shape: Shape, axes: Iterable[Sequence[int]]) -> Layout:
@@ -96,7 +98,7 @@ def with_batch(layout: Layout, columns: Sequence[int] | None) -> Layout:
     return replace(layout, shape=(*layout.shape, sum(columns)), cuts=(*layout.cuts, batch))
 
 
-def runs(grid: Shape, axes: Sequence[int]) -> Runs:
+def runs(grid: Shape, axes: Sequence[int]) -> StridesAndSizes:
     """Axes as runs of places, which say the same on every grid; adjacent axes are one run.
 
     >>> runs((2, 3, 4), (0, 1)), runs((6, 4), (0,))
@@ -112,7 +114,7 @@ def runs(grid: Shape, axes: Sequence[int]) -> Runs:
     return tuple(found)
 
 
-def position(along: Runs, place: int) -> int:
+def position(along: StridesAndSizes, place: int) -> int:
     """Which of the positions along some runs a place has, the first run changing slowest.
 
     >>> position(((3, 2), (1, 3)), 5), position(((1, 3),), 5)
@@ -124,7 +126,7 @@ def position(along: Runs, place: int) -> int:
     return found
 
 
-def batch_runs(layout: Layout) -> Runs:
+def batch_runs(layout: Layout) -> StridesAndSizes:
     """The axes along which workers have columns of their own."""
     return runs(layout.partition.shape, layout.separate)
 

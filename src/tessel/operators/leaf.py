@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from tessel.core.boxes import Box
 from tessel.core.partition import Partition
 from tessel.operators.algebra import ParOperator
-from tessel.operators.memory import Order
+from tessel.operators.memory import MemoryOrder
 from tessel.operators.space import Shape, TensorSpace
 from tessel.operators.tasks import OperatorTask
 
@@ -119,7 +119,7 @@ class Leaf(ParOperator):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `act`")
 
-    def order_after(self, order: Order, dims: list[int]) -> Order:
+    def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
         """How dimensions lie in memory afterwards, if they lay so: only speed depends on it."""
         return order
 

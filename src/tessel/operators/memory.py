@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-Order = tuple[int, ...]  # dimensions, the last one with the smallest strides
+MemoryOrder = tuple[int, ...]  # dimensions, the last one with the smallest strides
 
 
-def order_of(x: Tensor) -> Order:
+def order_of(x: Tensor) -> MemoryOrder:
     """In which order the dimensions of a tensor lie.
 
     >>> import torch
@@ -18,7 +18,7 @@ def order_of(x: Tensor) -> Order:
     return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
 
 
-def inverse_of(order: Order) -> Order:
+def inverse_of(order: MemoryOrder) -> MemoryOrder:
     """The order that undoes another.
 
     >>> inverse_of((2, 0, 1))

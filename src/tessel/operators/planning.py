@@ -64,7 +64,7 @@ class Branches(_Step):
     plans: tuple[OperatorPlan, ...]
 
 
-Step = Local | Transfer | Branches
+PlannedStep = Local | Transfer | Branches
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class OperatorPlan:
 
     source: Layout
     target: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedStep, ...]
 
     def __repr__(self) -> str:
         return f"Plan(source={self.source.brief}, target={self.target.brief})"
@@ -82,7 +82,7 @@ class OperatorPlan:
     def num_transfers(self) -> int:
         return sum(isinstance(step, Transfer) for step in self.every_step())
 
-    def every_step(self) -> Iterator[Step]:
+    def every_step(self) -> Iterator[PlannedStep]:
         """The steps, those of branches one branch after the other."""
         for step in self.steps:
             if isinstance(step, Branches):
@@ -117,7 +117,7 @@ def _plan(
     # Greedy: do all that is possible here, go where the most is possible next. A search over all
     # orders would find nothing better for slabs and pencils, and takes exponentially long.
     waiting = Waiting(tasks)
-    steps: list[Step] = []
+    steps: list[PlannedStep] = []
     here = source
     while True:
         here, done = _drain(waiting, here, target, patient)
@@ -132,7 +132,7 @@ def _plan(
     if target is not None and not alike(here, target):
         steps.append(Transfer(here, target))
     # What makes a tensor grow comes after it travelled, where it can.
-    found: list[Step] = []
+    found: list[PlannedStep] = []
     for step in steps:
         found.append(step)
         if isinstance(step, Transfer):
@@ -140,7 +140,7 @@ def _plan(
     return OperatorPlan(source, here if target is None else target, tuple(found))
 
 
-def _transferred_earlier(steps: list[Step]) -> list[Step]:
+def _transferred_earlier(steps: list[PlannedStep]) -> list[PlannedStep]:
     """With the transfer at the end of some steps before those that can be done behind it, if the
     tensor is smaller there."""
     there = steps[-1].after
@@ -203,7 +203,7 @@ def _replayed(steps: list[Local], here: Layout) -> list[Local]:
 
 def _drain(
     waiting: Waiting, here: Layout, target: Layout | None, patient: bool
-) -> tuple[Layout, list[Step]]:
+) -> tuple[Layout, list[PlannedStep]]:
     """Do all that can be done here."""
     early: set[OperatorTask] = set()
     if patient:
@@ -218,7 +218,7 @@ def _drain(
     # call is known only when all are in order. So layouts are kept for each task, grouped later.
     done = list(_possible(waiting, here, target, early))
     layouts = [here, *(after for _, after, _ in done)]
-    steps: list[Step] = []
+    steps: list[PlannedStep] = []
     number = 0
     for group in grouped(task for task, *_ in done):
         before, after = layouts[number], layouts[number + len(group)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval, overlap
 from tessel.operators.leaf import Leaf
-from tessel.operators.memory import Order, inverse_of, order_of
+from tessel.operators.memory import MemoryOrder, inverse_of, order_of
 from tessel.operators.space import TensorSpace, checked_dtype, checked_length
 
 
@@ -107,7 +107,7 @@ class ParRestriction(Leaf):
         parts.append(_zeros(x, at, stop - start - end))
         return torch.cat(parts, at).permute(inverse_of(order))
 
-    def order_after(self, order: Order, dims: list[int]) -> Order:
+    def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
         """What is put back among zeros is mostly transformed next: that dimension lies last."""
         if not self.is_swapped:
             return order

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-Shape = tuple[int, ...]
+from tessel.core.layout import Shape
 
 COMPLEX_OF = {
     torch.float16: torch.complex32,

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.operators.memory import Order
+from tessel.operators.memory import MemoryOrder
 from tessel.operators.space import Shape, TensorSpace
 
-Values = Mapping[Any, Tensor]  # of parameters, by leaf
+LeafValues = Mapping[Any, Tensor]  # of parameters, whole or this worker's parts, by leaf
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,21 +221,23 @@ def dtype_after(group: Iterable[OperatorTask], dtype: torch.dtype) -> torch.dtyp
     return dtype
 
 
-def order_after(group: tuple[OperatorTask, ...], order: Order) -> Order:
+def order_after(group: tuple[OperatorTask, ...], order: MemoryOrder) -> MemoryOrder:
     """How the dimensions most likely lie in memory after tasks on a tensor that lies so."""
     dims = [dim for task in group for dim in task.dims]
-    after: Callable[[Order, list[int]], Order] | None = getattr(group[0].actor, "order_after", None)
+    after: Callable[[MemoryOrder, list[int]], MemoryOrder] | None = getattr(
+        group[0].actor, "order_after", None
+    )
     return order if after is None else after(order, dims)
 
 
-def perform(groups: Iterable[tuple[OperatorTask, ...]], x: Tensor, values: Values) -> Tensor:
+def perform(groups: Iterable[tuple[OperatorTask, ...]], x: Tensor, values: LeafValues) -> Tensor:
     """Carry out tasks on a whole tensor."""
     for group in groups:
         x = perform_group(group, x, values)
     return x
 
 
-def perform_group(group: tuple[OperatorTask, ...], x: Tensor, values: Values) -> Tensor:
+def perform_group(group: tuple[OperatorTask, ...], x: Tensor, values: LeafValues) -> Tensor:
     """Carry out tasks that are one call."""
     actor, dims = group[0].actor, group[0].dims
     if len(group) > 1:

@@ -12,7 +12,7 @@ from tessel import transport
 from tessel.core.agreement import Agreement, TensorMeta
 from tessel.core.handles import HasHandle
 from tessel.core.layout import Shape
-from tessel.core.linop import Agreed, LinearOperator, apply_agreed
+from tessel.core.linop import AgreedOperator, LinearOperator, apply_agreed
 from tessel.core.partition import Partition
 
 
@@ -57,11 +57,11 @@ class Movement(HasHandle, torch.nn.Module):
         return self._group
 
     @cached_property
-    def _agreement(self) -> Agreement[Agreed]:
+    def _agreement(self) -> Agreement[AgreedOperator]:
         assert self._group is not None, "`prepare` is called before"
         return Agreement(self._group, repr(self), self.P_x.ranks, self._conclude)
 
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> AgreedOperator:
         operator = self.operator(shapes)
         operator.check_dtype(meta.dtype, repr(self))
         return operator, meta

@@ -25,7 +25,7 @@ from tessel.state.raising import together
 from tessel.state.tensor_file import commit
 from tessel.transport import this_worker
 
-Keys = tuple[str, ...]  # of a value in dicts of dicts
+Keys = tuple[str, ...]  # of a value in dicts of dicts; () for one that is alone
 
 
 def remove(path: Path) -> None:
@@ -135,7 +135,7 @@ def write_parts(
     before = {piece for worker in seen[: seen.index(me)] for piece in held[worker]}
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     problem: Exception | None = None
-    found: list[Piece] = []
+    found: list[WrittenPiece] = []
     try:
         writer.set_up_storage_writer(me == seen[0])
         plan = SavePlan([item for piece, item in pieces.items() if piece not in before])
@@ -162,10 +162,10 @@ def write_parts(
 
 # What a worker tells of a piece: keys, shape, dtype and gradient of the whole; where the piece
 # begins in it, and its shape; its file, and where it begins there, with its length; a checksum.
-Piece = tuple[Keys, tuple[Any, ...], Shape, Shape, tuple[str, int, int], int]
+WrittenPiece = tuple[Keys, tuple[Any, ...], Shape, Shape, tuple[str, int, int], int]
 
 
-def _metadata(pieces: Sequence[Piece]) -> tuple[Any, list[list[Any]]]:
+def _metadata(pieces: Sequence[WrittenPiece]) -> tuple[Any, list[list[Any]]]:
     """The metadata of these pieces, and what torch notes of each that was written."""
     from torch.distributed.checkpoint import Metadata, filesystem, metadata
     from torch.distributed.checkpoint.storage import WriteResult

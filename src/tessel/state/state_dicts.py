@@ -27,7 +27,7 @@ from tessel.state.parts import (
 )
 from tessel.state.places import Places
 
-State = dict[str, Any]
+StateDict = dict[str, Any]
 
 
 def collect_state_dict(
@@ -38,7 +38,7 @@ def collect_state_dict(
     rank0_only: bool = False,
     cpu_offload: bool = False,
     partition: Partition | None = None,
-) -> State:
+) -> StateDict:
     """The whole state of a model with parallel layers, as plain torch has it in one process.
 
     All workers of the group call this together. Values that are whole on each worker are taken as
@@ -78,7 +78,7 @@ def relocate_state_dict(
     *,
     rank0_only: bool = False,
     partition: Partition | None = None,
-) -> State:
+) -> StateDict:
     """This worker's shards of a whole state, for `module.load_state_dict`.
 
     The state is one that `collect_state_dict` gave, for any `dim` and any number of workers, or
@@ -124,7 +124,7 @@ def collect_optimizer_state_dict(
     rank0_only: bool = False,
     cpu_offload: bool = False,
     partition: Partition | None = None,
-) -> State:
+) -> StateDict:
     """The whole state of an optimizer, as it is in one process.
 
     What an optimizer keeps for each number of a parameter, as a momentum or Adam's averages, lies
@@ -167,7 +167,7 @@ def relocate_optimizer_state_dict(
     *,
     rank0_only: bool = False,
     partition: Partition | None = None,
-) -> State:
+) -> StateDict:
     """This worker's part of the whole state of an optimizer, for `optimizer.load_state_dict`.
 
     Args:
@@ -261,15 +261,15 @@ def _entries(state: Mapping[str, Any], optimizer: Optimizer, places: Places) -> 
             yield _Entry((key, what), value, name, places, layout)
 
 
-def _with_values(state: Mapping[str, Any], values: Mapping[tuple[Any, str], Any]) -> State:
+def _with_values(state: Mapping[str, Any], values: Mapping[tuple[Any, str], Any]) -> StateDict:
     """The state of an optimizer with other values."""
-    replaced: dict[Any, State] = {key: {} for key in state["state"]}
+    replaced: dict[Any, StateDict] = {key: {} for key in state["state"]}
     for (key, what), value in values.items():
         replaced[key][what] = value
     return {**state, "state": replaced}
 
 
-def _like(state: Mapping[str, Any], values: dict[str, Any]) -> State:
+def _like(state: Mapping[str, Any], values: dict[str, Any]) -> StateDict:
     """Values in a dictionary as `state_dict` makes it, with what it says of versions."""
     # a copy for its attributes: torch keeps the versions of modules in `_metadata`
     result = copy(state) if isinstance(state, dict) else {}

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tessel.core.boxes import Interval
 from tessel.encoding import tensor_bytes, tensor_of
 
-Interval = tuple[int, int]
 FORMAT = "1"  # of our notes
 _BLOCK = 1 << 20  # bytes that have one checksum
 _LONGEST_HEADER = 100 << 20  # as safetensors has it

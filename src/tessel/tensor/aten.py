@@ -23,8 +23,10 @@ from tessel.tensor.aliases import note_view
 from tessel.tensor.table import as_spread, held_layouts, spread_among, unsupported
 from tessel.tensor.tensor import Tensor
 
-Operator = Callable[..., Any]
-OPERATORS: dict[str, Operator] = {}  # by the names of overloads, what has a rule and does the same
+AtenFunction = Callable[..., Any]
+OPERATORS: dict[
+    str, AtenFunction
+] = {}  # by the names of overloads, what has a rule and does the same
 
 
 def same(*names: str, of: Any = torch) -> None:
@@ -33,10 +35,10 @@ def same(*names: str, of: Any = torch) -> None:
         OPERATORS[f"aten::{name}"] = getattr(of, name.partition(".")[0])
 
 
-def operator(*names: str) -> Callable[[Operator], Operator]:
+def operator(*names: str) -> Callable[[AtenFunction], AtenFunction]:
     """Enter what does the same as some overloads, with their arguments."""
 
-    def enter(function: Operator) -> Operator:
+    def enter(function: AtenFunction) -> AtenFunction:
         OPERATORS.update({f"aten::{name}": function for name in names})
         return function
 
@@ -150,7 +152,7 @@ def of_values(value: Any) -> Any:
     return note_view(y, value, detached=True)
 
 
-def pulled_back(function: Operator, grad: Any, *operands: Any) -> Any:
+def pulled_back(function: AtenFunction, grad: Any, *operands: Any) -> Any:
     """The gradients of operands, as the graph of a function's rule has them."""
     if isinstance(grad, Tensor) and not held_layouts(operands):  # then the function has no rule
         operands = (as_spread(operands[0], grad._layout.partition), *operands[1:])

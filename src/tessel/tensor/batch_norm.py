@@ -25,7 +25,7 @@ from tessel.core.linop import LinearOperator, Tensors, in_transform, record_map
 from tessel.core.memory_format import memory_format
 from tessel.core.move import Move
 from tessel.core.numbers import constant
-from tessel.tensor.moments import Pair, combined, local_moments, update_running
+from tessel.tensor.moments import RunningMoments, combined, local_moments, update_running
 from tessel.tensor.table import outlining
 from tessel.transport import Group
 
@@ -66,7 +66,7 @@ class BatchNorm(KernelNorm):
         momentum: how much the new ones count.
     """
 
-    running: Pair
+    running: RunningMoments
     momentum: float
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:

@@ -29,8 +29,8 @@ from tessel.tensor.table import recut, widened
 from tessel.tensor.tensor import move
 from tessel.transport import Group, kept_in_job, this_worker
 
-Term = Callable[..., Sequence[Tensor]]
-Wait = Callable[[], Tensor]
+BlockTerm = Callable[..., Sequence[Tensor]]
+Arrival = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def visits(
     What comes for a step is sent before the step before it is computed.
     """
     moving = [k for k, each in enumerate(inputs) if each.layout is not None and xs[k] is not None]
-    coming: dict[int, Wait] = {}
+    coming: dict[int, Arrival] = {}
     for step in range(len(schedule.columns)):
         held = list(xs)
         for k in moving if step else ():
@@ -179,7 +179,7 @@ class BlockSum:
     """
 
     schedule: BlockSchedule
-    term: Term
+    term: BlockTerm
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     like: tuple[int, ...] = ()
@@ -257,7 +257,7 @@ class BlockSum:
         return found
 
 
-def derived(term: Term, count: int, wanted: tuple[int, ...]) -> Term:
+def derived(term: BlockTerm, count: int, wanted: tuple[int, ...]) -> BlockTerm:
     """The gradients of a term by some of its inputs, of these and the gradients of its outputs."""
 
     def derivative(tile: Tile, *pieces: Tensor | None) -> Sequence[Tensor]:

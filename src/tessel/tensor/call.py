@@ -340,12 +340,10 @@ _RESHAPE_IN_PLACE = frozenset(("as_strided_", "resize_", "resize_as_", "set_", "
 
 def _number(value: Any) -> Any:
     """A whole number that a tensor holds; anything else as it is."""
-    is_number = isinstance(value, torch.Tensor) and not value.dim() and _is_whole_number(value)
-    return int(value) if is_number else value
-
-
-def _is_whole_number(x: torch.Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    if not isinstance(value, torch.Tensor) or value.dim():
+        return value
+    is_other = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    return value if is_other else int(value)
 
 
 def _written_back(name: str, args: Arguments, kwargs: Settings) -> Any:

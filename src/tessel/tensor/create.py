@@ -22,7 +22,7 @@ from tessel.tensor.tensor import Tensor, converters, layout_on, move
 from tessel.transport import kept_in_job
 
 Where = Partition | Layout
-Agreed = tuple[Layout, TensorMeta]
+AgreedLayout = tuple[Layout, TensorMeta]
 
 # kinds of tensors that know of which whole they are parts, and what tells the part and where it
 # lies, or raises if the user says otherwise
@@ -100,13 +100,13 @@ def _partition(where: Where) -> Partition:
 
 
 @kept_in_job
-def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agreed]:
+def _agreement(partition: Partition, where: Where, what: str) -> Agreement[AgreedLayout]:
     """Where all workers of the job agree on the layout and the kind of a tensor.
 
     Workers outside of the partition hold a spread tensor, too, and say its shape.
     """
 
-    def of_wholes(shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
+    def of_wholes(shapes: dict[int, Shape], meta: TensorMeta) -> AgreedLayout:
         first, expected = next(iter(shapes.items()))
         for worker, shape in shapes.items():
             if shape != expected:
@@ -117,7 +117,7 @@ def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agree
                 )
         return layout_on(where, expected), meta
 
-    def of_parts(shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
+    def of_parts(shapes: dict[int, Shape], meta: TensorMeta) -> AgreedLayout:
         if isinstance(where, Partition):
             return Layout.from_local_shapes(where, shapes), meta
         for worker, shape in shapes.items():

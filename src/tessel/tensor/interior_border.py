@@ -24,7 +24,9 @@ from tessel.transport import kept_in_job
 LEAST_VALUES = 1 << 18  # of a worker's part, below which a copy of it is cheaper
 # The border takes a dozen launches more than a copy, in which time a GPU copies as much as this.
 LEAST_VALUES_ON_GPU = 1 << 25
-Pool = Callable[[Tensor, Interval], Tensor]  # of what outputs along the split dimension read
+PoolInterval = Callable[
+    [Tensor, Interval], Tensor
+]  # of what outputs along the split dimension read
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class InteriorBorderPool:
     window: Window
     halo: Halo
 
-    def apply(self, x: Tensor, pool: Pool) -> Tensor:
+    def apply(self, x: Tensor, pool: PoolInterval) -> Tensor:
         """This worker's outputs."""
         flat = self.halo.apply(x)
         dim, length = self.dim, self.plan.source.shape[self.dim]

@@ -17,7 +17,7 @@ try:
 except ImportError:  # nobody compiled it
     loops = None  # type: ignore[assignment]
 
-Pair = tuple[Tensor | None, Tensor | None]
+RunningMoments = tuple[Tensor | None, Tensor | None]
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def update_running(
-    running: Pair, mean: Tensor, variance: Tensor, count: int, momentum: float
+    running: RunningMoments, mean: Tensor, variance: Tensor, count: int, momentum: float
 ) -> None:
     """Running statistics take in those of so many values; the new ones count `momentum`."""
     unbiased = momentum * count / (count - 1)

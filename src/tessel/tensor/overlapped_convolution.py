@@ -21,10 +21,9 @@ from tessel.core.layout import Layout
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import ReceptiveField, Window
-from tessel.tensor.windowed import Windowed
+from tessel.tensor.windowed import Numbers, Windowed
 from tessel.transport import kept_in_job
 
-Numbers = tuple[int, ...]
 # the convolution of a part with this padding; of a strip with some taps along a dimension, too
 OfPart = Callable[[Tensor, Numbers], Tensor]
 OfStrip = Callable[[Tensor, Numbers, int, Interval], Tensor]

@@ -1,7 +1,7 @@
 """Recurrence along a split sequence: states are passed on from worker to worker, in a pipeline.
 
-Each worker keeps its moments of the sequences. The samples are cut into chunks. In step s the
-worker at place p of the sequence takes chunk s - p through its moments, from the state that the
+Each worker keeps its time steps of the sequences. The samples are cut into chunks. In step s the
+worker at place p of the sequence takes chunk s - p through its time steps, from the state that the
 place before has sent: while one worker has the second half of the samples, the next one has the
 first half. What travels is one state of each sample for each border between parts.
 
@@ -126,12 +126,12 @@ def pipeline(layout: Layout, time: int, batch: int, backward: bool) -> Pipeline:
     """The way of states along a sequence that is split."""
     most = max(stop - start for start, stop in layout.cuts[batch].intervals)
     # As many chunks as places: with more, workers would wait less at the ends, and longer for
-    # torch, whose small products of a moment take as long as larger ones.
+    # torch, whose small products of a time step take as long as larger ones.
     return Pipeline(layout, time, batch, backward, min(most, len(layout.cuts[time].intervals)))
 
 
 class Wave:
-    """One recurrence over this worker's moments, chunk by chunk.
+    """One recurrence over this worker's time steps, chunk by chunk.
 
     Every movement hangs on the one before, and the results hang on the last one, also on workers
     that have nothing to compute in a step: all of them come to all movements in a backward pass.
@@ -183,7 +183,7 @@ class Wave:
         x = self.chunks[number - way.rank]
         if x.shape[way.time]:
             y, *self.passed = self.compute(x, given)
-        else:  # no moments here: states pass through
+        else:  # no time steps here: states pass through
             y, self.passed = self._nothing(stop - start), given
         self.outputs.append(y)
         self.ends.append(self.passed)

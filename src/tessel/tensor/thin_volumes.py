@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 MOST_SLOW = 20480  # the product up to which torch does not take oneDNN (ATen's Convolution.cpp)
-Order = tuple[int, int, int]
+DimOrder = tuple[int, int, int]
 T = TypeVar("T")
 
 
-def order_for(x: Tensor, groups: int) -> Order | None:
+def order_for(x: Tensor, groups: int) -> DimOrder | None:
     """The order of a volume's three dimensions in which torch is quick; None to leave it."""
     if x.dim() != 5 or len(x) != 1 or groups != 1 or x.device.type != "cpu":
         return None  # several volumes, groups, and other devices are not judged by this
@@ -35,16 +35,16 @@ def order_for(x: Tensor, groups: int) -> Order | None:
     return first, second, last
 
 
-def in_order(values: tuple[T, ...], order: Order) -> tuple[T, ...]:
+def in_order(values: tuple[T, ...], order: DimOrder) -> tuple[T, ...]:
     """Something of each dimension, in another order of them."""
     return tuple(values[dim] for dim in order)
 
 
-def turned(x: Tensor, order: Order) -> Tensor:
+def turned(x: Tensor, order: DimOrder) -> Tensor:
     """A tensor with its last three dimensions in another order."""
     return x.permute(0, 1, *(2 + dim for dim in order))
 
 
-def turned_back(y: Tensor, order: Order) -> Tensor:
+def turned_back(y: Tensor, order: DimOrder) -> Tensor:
     """A tensor with them in their own order, and in memory, too: what follows is quicker then."""
     return y.permute(0, 1, *(2 + order.index(dim) for dim in range(3))).contiguous()

@@ -19,6 +19,7 @@ from tessel.core.shared import Replicate, anchored_zeros
 from tessel.core.windows import Mirrored, ReceptiveField, reads
 from tessel.transport import kept_in_job
 
+Numbers = tuple[int, ...]  # one for each dimension of a window
 ReceptiveFields = tuple[ReceptiveField | None, ...]
 
 

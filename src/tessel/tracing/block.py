@@ -30,7 +30,7 @@ from tessel.core.partition import Partition, world
 from tessel.errors import WorkerLost
 from tessel.settings import text, whole_number
 from tessel.tracing import clocks, recorder
-from tessel.tracing.merged import Part, merge, part_of
+from tessel.tracing.merged import WorkerNotes, merge, part_of
 from tessel.transport.process import this_host
 
 VARIABLE = "TESSEL_TRACE"
@@ -123,7 +123,7 @@ class TracedBlock:
         self._recorder.limit = max(self._recorder.limit, self.limit)
         self.began = time.monotonic_ns()
 
-    def _part(self) -> Part:
+    def _part(self) -> WorkerNotes:
         """Record no longer; what was noted."""
         ended = time.monotonic_ns()
         assert self._recorder is not None
@@ -172,7 +172,7 @@ class TracedBlock:
         part["clock"] = self.clock
         self._write_part(part)
 
-    def _write_part(self, part: Part) -> None:
+    def _write_part(self, part: WorkerNotes) -> None:
         """Write this worker's part, and the trace of all parts that are there."""
         if self.num_workers == 1:
             _write(self.path, merge([part], 1))

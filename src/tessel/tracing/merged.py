@@ -18,7 +18,7 @@ from tessel.core.move import Move
 from tessel.tracing.recorder import PACKING, ROWS, Event, Recorder
 from tessel.version import __version__
 
-Part = dict[str, Any]  # what one worker has noted, in lists, numbers and text
+WorkerNotes = dict[str, Any]  # what one worker has noted, in lists, numbers and text
 COMPUTING, WAITING = ROWS.index("computing"), ROWS.index("waiting")
 _OF_BYTES = ("bytes_sent", "bytes_received", "sent", "received", "by")
 _THREAD = 10  # rows of a thread, of which a few are used
@@ -72,7 +72,7 @@ class Noted(NamedTuple):
 _NUMBERS = Noted._fields.index("layer")  # texts come behind
 
 
-def part_of(recorder: Recorder, worker: int, host: str, begin: int, end: int) -> Part:
+def part_of(recorder: Recorder, worker: int, host: str, begin: int, end: int) -> WorkerNotes:
     """What this worker has noted between two times."""
     texts: dict[str, int] = {}
 
@@ -130,7 +130,7 @@ def has_copies(layout: Layout) -> bool:
     return any(size > 1 for axis, size in enumerate(sizes) if axis not in axes)
 
 
-def merge(parts: list[Part], num_workers: int) -> dict[str, Any]:
+def merge(parts: list[WorkerNotes], num_workers: int) -> dict[str, Any]:
     """The trace of all workers whose parts are there."""
     parts = sorted(parts, key=lambda part: int(part["worker"]))
     clocks = {part["worker"]: corrected(part["clock"]) for part in parts}
@@ -196,12 +196,12 @@ def corrected(clock: list[list[int]]) -> Callable[[int], int]:
     return lambda time: time + before + round(drift * (time - start))
 
 
-Piece = tuple[int, int, int, str, dict[str, Any]]  # begin, end, row, name, what is known of it
+TimedPiece = tuple[int, int, int, str, dict[str, Any]]  # begin, end, row, name, what is known of it
 
 
 def pieces(
-    part: Part, place: int, events: list[Noted], posted: Any, clock: Callable[[int], int]
-) -> Iterator[Piece]:
+    part: WorkerNotes, place: int, events: list[Noted], posted: Any, clock: Callable[[int], int]
+) -> Iterator[TimedPiece]:
     """What a thread did, each moment in one row."""
     # A movement begins before its exchanges: they cut it into pieces of packing.
     events = sorted(events, key=lambda event: (event.begin, -event.end))
@@ -244,8 +244,8 @@ def pieces(
 
 
 def computing(
-    part: Part, place: int, busy: list[tuple[int, int]], clock: Callable[[int], int]
-) -> Iterator[Piece]:
+    part: WorkerNotes, place: int, busy: list[tuple[int, int]], clock: Callable[[int], int]
+) -> Iterator[TimedPiece]:
     """What is left of the time of a thread, cut where another layer begins."""
     # The first thread computes all the time, others from their first event to their last.
     begin, end = clock(part["begin"]), clock(part["end"])

@@ -333,7 +333,7 @@ def switch_on(limit: int) -> Recorder:
     return recorder
 
 
-def put_back(kind: Any, name: str, own: Function, wrapped: Function) -> None:
+def put_back(kind: Any, name: str, own: AnyFunction, wrapped: AnyFunction) -> None:
     """Put a function back that was replaced, unless somebody has replaced it again."""
     if kind.__dict__[name] is wrapped:
         setattr(kind, name, own)
@@ -349,11 +349,11 @@ def switch_off(recorder: Recorder) -> None:
 # the arguments of the function. If the function only starts something, and gives what waits for it,
 # then the context manager gives another one, for the wait.
 
-Function = Callable[..., Any]
+AnyFunction = Callable[..., Any]
 Later = Callable[[], AbstractContextManager[Any]]
 
 
-def _wrapped(recorder: Recorder, own: Function, around: Function) -> Function:
+def _wrapped(recorder: Recorder, own: AnyFunction, around: AnyFunction) -> AnyFunction:
     """A function whose calls, and what waits for their results, are noted."""
     if around is _follow:
         return _follow(recorder, own)
@@ -431,7 +431,7 @@ def stage(recorder: Recorder, stage: Stage, x: Any, y: Any, is_there: bool) -> A
     return known_bytes(recorder, *recorder.bytes_of(stage, x.element_size(), is_there))
 
 
-def _follow(recorder: Recorder, own: Function) -> Function:
+def _follow(recorder: Recorder, own: AnyFunction) -> AnyFunction:
     """What the engine does, if it does: its result says so."""
 
     def follow(group: Group, program: CopyProgram, *exchange: Any) -> int:
@@ -600,7 +600,7 @@ def gradients(recorder: Recorder, bucket: GradientBucket, grads: Any) -> Iterato
         yield lambda: about(recorder, text)
 
 
-_WRAPPED: tuple[tuple[Any, str, Function], ...] = (
+_WRAPPED: tuple[tuple[Any, str, AnyFunction], ...] = (
     *((Move, name, movement) for name in ("_apply", "start", "start_adding")),
     *((Move, name, movement) for name in ("start_apart", "complete")),
     *((Halo, name, movement) for name in ("start", "start_adjoint", "finish", "add_arrived")),

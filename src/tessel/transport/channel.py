@@ -66,7 +66,7 @@ from tessel.transport.wakeup import Wakeup
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
-Message = SendRequest | SendWords | Rendezvous
+Outbound = SendRequest | SendWords | Rendezvous
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SegmentMap:
         return FAR // max(1, self.num_workers - 1) // PAGE * PAGE
 
     def slots(self, place: int) -> int:
-        """Where the slots of the channel to a worker begin; its stage is behind them."""
+        """Where the slots of the channel to a worker begin; its staging buffer is behind them."""
         pages = -(-self.control(self.num_workers) // PAGE)
         return pages * PAGE + place * (SLOTS * self.slot_size + self.around)
 
@@ -141,12 +141,12 @@ class Outgoing(Channel):
         super().__init__(segment, segment_map, place)
         self.filled.initialise()
         self.emptied.initialise()
-        self.queue: deque[Message] = deque()
+        self.queue: deque[Outbound] = deque()
         self._unread: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
         rest = [0, 0, segment_map.around, 0]
         self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, *rest])
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Outbound) -> None:
         """Send a message, as far as there is room for it."""
         self.queue.append(message)
         self.state[IS_BUSY] = True  # the engine must not overtake it, whatever happens

@@ -31,8 +31,8 @@ NEXT, ASKED_GROUP, ASKED_CALL, ASKED_ENTRY, ASKED_Y, HAS_COME, RECEIVE = range(7
 START, RUN_LENGTH, NUM_COUNTS, COUNTS = range(4)
 MOST_DIMS = 30
 # Of what is offered, after those words: from which block of OFFER bytes on, and up to which one, it
-# was copied to the stage of the channel, which has room for RING of them; in a line of its own,
-# how many the receiver needs there no more.
+# was copied to the staging buffer of the channel, which has room for RING of them; in a line of
+# its own, how many the receiver needs there no more.
 OFFERED_FROM, OFFERED, RING, PASSED = 64, 65, 66, 72
 OFFER = 2**16
 

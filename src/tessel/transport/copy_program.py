@@ -16,6 +16,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from tessel.core.boxes import Region, Shape
 from tessel.settings import chosen
 from tessel.transport.buffers import ReceiveBuffer
 from tessel.transport.constants import (
@@ -65,8 +66,6 @@ KINDS = {
 }
 LINE = 64  # bytes that a cache keeps together
 _NOWHERE = (0,) * 6  # the channel of what stays on this worker
-Shape = tuple[int, ...]
-Region = tuple[slice, ...]
 
 
 def has_engine() -> bool:

@@ -155,9 +155,9 @@ static void carry(char *to, const char *from, const word *entry) {
 
 /* --- the memory of other processes */
 
-/* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well; bytes of a stage; and of a
- * run from which on others may have to read it by itself. */
-enum { SEGMENTS = 256, STAGE = 1 << 18, LEAST = 256 };
+/* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well; bytes of a staging buffer;
+ * and of a run from which on others may have to read it by itself. */
+enum { SEGMENTS = 256, STAGING = 1 << 18, LEAST = 256 };
 
 /* A place in a tensor: runs of bytes, and where in them one is. */
 struct cursor {
@@ -367,13 +367,13 @@ static void write_slot(const word *entry, char *to, const char *from) {
     }
 }
 
-/* --- offers: who waits until others have read its memory copies blocks of it to the stage of the channel meanwhile.
- * Receivers take them there, which is faster than to have the system copy them, and read what is not there yet: nobody
- * depends on an offer, and all of it is over when the slot is emptied that names the memory. */
+/* --- offers: who waits until others have read its memory copies blocks of it to the staging buffer of the channel
+ * meanwhile. Receivers take them there, which is faster than to have the system copy them, and read what is not there
+ * yet: nobody depends on an offer, and all of it is over when the slot is emptied that names the memory. */
 
-/* At most so many; nanoseconds for a block of one who is at it; blocks by which an owner gets ahead of a receiver who has
- * read what would come next; and which are read at once where none is offered. */
-enum { MOST_OFFERS = 16, PATIENCE = 4000, LEAD = 2, AT_ONCE = 4 };
+/* At most so many offers; nanoseconds to wait for a block of one who is at it; blocks by which an owner gets ahead of a
+ * receiver who has read what would come next; and which are read at once where none is offered. */
+enum { MOST_OFFERS = 16, MOST_NANOSECONDS = 4000, LEAD = 2, AT_ONCE = 4 };
 
 struct offer {
     const word *entry;
@@ -382,13 +382,13 @@ struct offer {
     size_t left;
 };
 static _Thread_local struct {
-    int count, is_patient, spares_packing;
+    int count, waits_for_owner, spares_packing;
     struct offer each[MOST_OFFERS];
 } offers;
 
-static char *stage_of(const word *entry) { return slot(entry, SLOTS); }
+static char *staging_of(const word *entry) { return slot(entry, SLOTS); }
 
-/* Begin to offer what a slot names; whether it is. The stage may have blocks of an earlier message that is not read. */
+/* Begin to offer what a slot names; whether it is. The buffer may have blocks of an earlier message that is not read. */
 static int begin_offer(const word *entry, word *rendezvous) {
     word *state = state_of(entry);
     struct offer *one = offers.each + offers.count;
@@ -403,7 +403,7 @@ static int begin_offer(const word *entry, word *rendezvous) {
     return 1;
 }
 
-/* Copy one more block to a stage that has room for it; whether there is one. */
+/* Copy one more block to a staging buffer that has room for it; whether there is one. */
 static int offer_block(void) {
     for (struct offer *one = offers.each; one < offers.each + offers.count; one++) {
         const word passed = __atomic_load_n(one->counts + PASSED, __ATOMIC_ACQUIRE);
@@ -417,7 +417,7 @@ static int offer_block(void) {
         }
         const size_t part = one->left < OFFER ? one->left : OFFER;
         if (!one->left || one->next - passed >= one->ring) continue;
-        char *to = stage_of(one->entry) + one->next % one->ring * OFFER;
+        char *to = staging_of(one->entry) + one->next % one->ring * OFFER;
         if (is_past_cache(one->entry)) {
             gather(to, &one->from, part, 1);
             end_stream();
@@ -434,7 +434,7 @@ static int offer_block(void) {
 }
 
 /* Say where what others read is, and offer it; whether it is offered. Short runs that lie close are not packed before if
- * the receiver can find them in the stage: of a large tensor so they stay in the cache on their way. */
+ * the receiver can find them in the staging buffer: of a large tensor so they stay in the cache on their way. */
 static int name(const word *entry, const char *x, char *room, word *rendezvous, int offers_it) {
     const int is_packed = entry[DIRECT] == PACKED;
     const word n = entry[NUM_DIMS], step = n ? entry[DIMS + 3 * (n - 1) + 2] : 0; /* of x, along the last dimension */
@@ -485,33 +485,33 @@ static void let_go(const word *entry) {
     publish(entry, emptied(entry));
 }
 
-/* Copy from or to short runs of another process, by way of a stage that stays in the cache. */
+/* Copy from or to short runs of another process, by way of a staging buffer that stays in the cache. */
 static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes, int streams) {
-    static char stage[STAGE] __attribute__((aligned(64)));
+    static char staging[STAGING] __attribute__((aligned(64)));
     const int reads_rows = from->run < SHORTEST && from->num_dims &&
                            is_close(from->steps[from->num_dims - 1], (word)from->run);
     while (bytes) {
         struct cursor here;
-        size_t left = bytes < STAGE ? bytes : STAGE;
+        size_t left = bytes < STAGING ? bytes : STAGING;
         if (!reads_rows) {
-            begin(&here, stage, left, 0);
+            begin(&here, staging, left, 0);
             if (!read_from(pid, &here, from, left)) return 0;
-            scatter(to, stage, left, streams);
+            scatter(to, staging, left, streams);
         } else { /* whole runs with what is between them; a part of one by itself */
             const word last = from->num_dims - 1;
             const size_t run = from->run, step = (size_t)from->steps[last];
             size_t rows = (size_t)(from->counts[last] - from->index[last]);
             if (rows > bytes / run) rows = bytes / run;
-            if (rows > STAGE / step) rows = STAGE / step;
+            if (rows > STAGING / step) rows = STAGING / step;
             const int is_whole = from->left == run && rows;
             left = is_whole ? rows * run : bytes < from->left ? bytes : from->left;
             const size_t span = is_whole ? (rows - 1) * step + run : left;
             struct cursor there;
-            begin(&here, stage, span, 0);
+            begin(&here, staging, span, 0);
             begin(&there, from->at, span, 0);
             if (!read_from(pid, &here, &there, span)) return 0;
-            for (size_t i = 0; is_whole && i < rows; i++) scatter(to, stage + i * step, run, streams);
-            if (!is_whole) scatter(to, stage, left, streams);
+            for (size_t i = 0; is_whole && i < rows; i++) scatter(to, staging + i * step, run, streams);
+            if (!is_whole) scatter(to, staging, left, streams);
             pass_over(from, left);
         }
         bytes -= left;
@@ -526,17 +526,17 @@ static word *offer_of(const word *entry) {
     return head[PART] == RENDEZVOUS && head[IS_OFFERED] ? (word *)slot(entry, head[SLOT]) : NULL;
 }
 
-/* A block in the stage, if it is there or its owner is at it; else NULL, and the caller reads it. */
+/* A block in the staging buffer, if it is there or its owner is at it; else NULL, and the caller reads it. */
 static const char *await_block(const word *entry, word *counts, word number) {
     for (word until = 0; counts; relax()) {
         const word offered = __atomic_load_n(counts + OFFERED, __ATOMIC_ACQUIRE);
         const word from = __atomic_load_n(counts + OFFERED_FROM, __ATOMIC_ACQUIRE);
         if (number < from) break;
-        if (number < offered) return stage_of(entry) + number % counts[RING] * OFFER;
+        if (number < offered) return staging_of(entry) + number % counts[RING] * OFFER;
         if (offer_block()) continue; /* the owner may wait for those of this worker */
-        if (!offered || !offers.is_patient) break;
+        if (!offered || !offers.waits_for_owner) break;
         const word at = now();
-        if (!until) until = at + PATIENCE;
+        if (!until) until = at + MOST_NANOSECONDS;
         else if (at > until) break;
     }
     return NULL;
@@ -544,7 +544,7 @@ static const char *await_block(const word *entry, word *counts, word number) {
 
 static void pass(word *counts, word number) { __atomic_store_n(counts + PASSED, number, __ATOMIC_RELEASE); }
 
-/* Copy from another process block by block, those that are offered from the stage. */
+/* Copy from another process block by block, those that are offered from the staging buffer. */
 static int read_blocks(const word *entry, struct cursor *to, struct cursor *from, word *counts, int streams) {
     const pid_t pid = (pid_t)entry[DIRECT];
     word number = 0;
@@ -581,7 +581,7 @@ struct term {
 
 /* Sum up terms that lie together, block by block: the sum stays in the cache. */
 static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
-    static char stage[OFFER] __attribute__((aligned(64)));
+    static char staging[OFFER] __attribute__((aligned(64)));
     for (size_t at = 0; at < bytes; at += OFFER) {
         const word number = (word)(at / OFFER);
         const size_t part = bytes - at < OFFER ? bytes - at : OFFER;
@@ -595,10 +595,10 @@ static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
             if (!from) {
                 struct cursor here;
                 if (term->counts) pass(term->counts, number + 1);
-                begin(&here, kind == COPIES ? y + at : stage, part, 0);
+                begin(&here, kind == COPIES ? y + at : staging, part, 0);
                 if (!read_from((pid_t)term->entry[DIRECT], &here, &term->there, part)) return 0;
                 if (kind == COPIES) continue;
-                from = stage;
+                from = staging;
             }
             if (kind == COPIES) {
                 first = from;
@@ -882,7 +882,7 @@ static long run(const word *program, char *y, const char *x, word call, char *ro
     word since = is_clocked ? now() : 0;
     const word *gives = program + ENTRIES, *takes = await_ready(program), *entry = gives;
     if (!takes) return NOTHING;
-    offers.is_patient = !program[YIELDS];
+    offers.waits_for_owner = !program[YIELDS];
     offers.spares_packing = copies_both_ways(program, takes);
     const int offers_it = should_offer(program, takes);
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH])

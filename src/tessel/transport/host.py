@@ -21,7 +21,7 @@ from tessel.machine import usable_cores
 from tessel.transport.backoff import SPINS, SPINS_FOR_HOSTS, YIELDS, Backoff
 from tessel.transport.board import MemoryBoard
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
-from tessel.transport.channel import Incoming, Message, Outgoing, SegmentMap
+from tessel.transport.channel import Incoming, Outbound, Outgoing, SegmentMap
 from tessel.transport.constants import IN_PLACE, PACKED, SHORTEST
 from tessel.transport.copy_program import (
     KINDS,
@@ -629,7 +629,7 @@ class Host:
         except OSError as error:  # the memory of a process that ends cannot be read
             raise self._lost([worker], str(error)) from error
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Outbound) -> None:
         channel = self._outgoing[message.worker]
         try:
             channel.send(message)

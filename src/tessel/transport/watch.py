@@ -29,6 +29,7 @@ from tessel import endings
 from tessel.errors import WorkerLost
 from tessel.settings import chosen
 from tessel.transport.board import BUSY, FAILED, FINISHED, WAITS, Board, Status
+from tessel.transport.request import Key
 
 SECONDS_BEFORE_ASKING = 2.0  # seconds after which others are asked
 TICK = 0.5  # seconds between two looks
@@ -39,8 +40,6 @@ MANY = 8  # workers that are looked at in each tick
 LEVELS = ("warning", "info")
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _log = logging.getLogger("tessel")
-
-Key = tuple[int, int]
 
 
 def number_of(call: int) -> int | None:

@@ -1044,3 +1044,39 @@ def forward_mode() -> None:
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_forward_mode_and_torch_func(run: Run, nprocs: int) -> None:
     run(forward_mode, nprocs=nprocs)
+
+
+class Named(ParallelLinear):
+    """A layer with a setting of its own, which its words contain."""
+
+    title = "first"
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, title={self.title}"
+
+
+def test_words_are_made_once_for_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    torchs = torch.nn.Linear.extra_repr
+
+    def counted(self: torch.nn.Linear) -> str:
+        made.append(torchs(self))
+        return made[-1]
+
+    monkeypatch.setattr(torch.nn.Linear, "extra_repr", counted)
+    layer, x = ParallelLinear(4, 3, dim=-1), torch.ones(2, 4)
+    for _ in range(3):
+        layer(x)
+    assert made == ["in_features=4, out_features=3, bias=True"]
+    layer.bias = None
+    layer(x)
+    layer(x)
+    assert made[1:] == ["in_features=4, out_features=3, bias=False"]
+    copy.deepcopy(layer)(x)  # a layer of its own
+    layer.dim = 0
+    layer(x)
+    assert len(made) == 4 and layer._in_words().endswith("bias=False, dim=0)")
+    named = Named(4, 5, dim=-1)
+    said = named._in_words()
+    named.title = "second"
+    assert named._in_words() == said.replace("first", "second") != said

@@ -8,7 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tessel.cli.demos.report import Columns, Note, Report, as_share, largest, of_processes, worst_of
+from tessel.cli.demos.report import (
+    Report,
+    Say,
+    TableColumns,
+    as_share,
+    largest,
+    of_processes,
+    worst_of,
+)
 from tessel.core.partition import world
 from tessel.examples import classes
 from tessel.nn import ParallelLinear
@@ -23,7 +31,7 @@ FEATURES, SAMPLES = 64, 64
 Holding = tuple[int, int, int]  # classes, bytes of the head, and those that a step makes, at most
 
 
-def run(size: int, note: Note) -> list[Report]:
+def run(size: int, note: Say) -> list[Report]:
     """Run on every worker; the report on the first."""
     P = world()
     settings = classes.Settings(
@@ -36,10 +44,10 @@ def run(size: int, note: Note) -> list[Report]:
     alone = classes.make_model(x.shape[1], replace(settings, is_split=False))
     split = classes.make_model(x.shape[1], settings)
     # the first worker goes first while the others wait, so that it has the time of one process
-    expected = step(alone, x, target) if P.rank == 0 else None
+    expected = measured(alone, x, target) if P.rank == 0 else None
     P.group.share_objects(None)
-    loss, whole, _, before = expected or step(alone, x, target)
-    found, holding, bytes_sent, after = step(split, x, target)
+    loss, whole, _, before = expected or measured(alone, x, target)
+    found, holding, bytes_sent, after = measured(split, x, target)
     assert isinstance(split.head, ParallelLinear)
     layouts = {f"head.{name}": layout for name, layout in split.head.layouts.items()}
     errors = [0.0]  # of this worker's gradients, relative to the largest of each
@@ -52,7 +60,7 @@ def run(size: int, note: Note) -> list[Report]:
     note(TITLE)
     if P.rank != 0:
         return []
-    columns: Columns = {
+    columns: TableColumns = {
         "classes": str,
         "head": num_bytes,
         "share": as_share,
@@ -73,21 +81,20 @@ def run(size: int, note: Note) -> list[Report]:
     ]
 
 
-def step(
+def measured(
     model: classes.Classifier, x: Tensor, target: Tensor
 ) -> tuple[Tensor, Holding, int, float]:
-    """The loss, what the process holds, the bytes that it sent, and how long it took."""
+    """Of a step: the loss, what the process holds, the bytes that it sent, and how long it took."""
     for _ in range(2):  # the first time layouts are agreed on and kept
         model.zero_grad()
         begin = time.perf_counter()
         with count_traffic() as traffic:
-            _, loss = model(x, target)
-            loss.backward()
+            _, loss = classes.step(model, x, target)
         seconds = time.perf_counter() - begin
     # Apart from the time, since to count takes some.
     model.zero_grad()
     with count_memory() as memory:
-        model(x, target)[1].backward()
+        classes.step(model, x, target)
     weight, bias = model.head.parameters()
     holding = len(weight), weight.nbytes + bias.nbytes, memory.peak
     return loss.detach(), holding, traffic.bytes_sent, seconds

@@ -10,9 +10,9 @@ import torch
 
 from tessel.cli.demos.movements import grid
 from tessel.cli.demos.report import (
-    Columns,
-    Note,
     Report,
+    Say,
+    TableColumns,
     as_share,
     largest,
     of_processes,
@@ -30,7 +30,7 @@ ITERATIONS = 15
 STEPS = (TITLE,) * ITERATIONS
 
 
-def run(size: int, note: Note) -> list[Report]:
+def run(size: int, note: Say) -> list[Report]:
     """Run on every worker; the report on the first."""
     length = max(64, size)  # large enough for something to be seen
     settings = deblur.Settings(
@@ -61,7 +61,7 @@ def run(size: int, note: Note) -> list[Report]:
             deblur.iterate_in_plain_torch(expected, blurs, measured, settings)
         sizes, all_peaks = sizes_of_parts(bundle.signal.layout), (memory.peak, *peaks)
     rows = [(part, peak, peak / memory.peak) for part, peak in zip(sizes, all_peaks, strict=True)]
-    columns: Columns = {"part": str, "in an iteration": num_bytes, "share": as_share}
+    columns: TableColumns = {"part": str, "in an iteration": num_bytes, "share": as_share}
     first, *_, last = result.psnr
     legend = (
         "in an iteration: peak memory of tensors that it creates; time of all iterations\n"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tessel.cli.demos.movements import grid
 from tessel.cli.demos.report import (
-    Columns,
-    Note,
     Report,
+    Say,
+    TableColumns,
     largest,
     median_seconds,
     of_processes,
@@ -36,7 +36,7 @@ STEPS = (TITLE,)
 REPEATS = 5  # of the transform, for its time
 
 
-def run(size: int, note: Note) -> list[Report]:
+def run(size: int, note: Say) -> list[Report]:
     """Run on every worker; the reports on the first."""
     found = [transform(max(4, size // 4)), train_fno(max(16, size // 4) + 3)]
     note(TITLE)
@@ -153,7 +153,7 @@ def train_fno(length: int) -> Report:
     )
     of_values, of_parameters, everyones, sent = zip(*parts, strict=True)
     whole, *sizes = sizes_of_parts(Layout.balanced(P_x, inputs.shape))
-    columns: Columns = {"part": str, "parameters": num_bytes}
+    columns: TableColumns = {"part": str, "parameters": num_bytes}
     rows = list(zip(sizes, everyones, strict=True))
     return Report(
         TITLE_OF_STEP,

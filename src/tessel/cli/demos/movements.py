@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tessel import nn, viz
-from tessel.cli.demos.report import Note, Report, as_text, largest, median_seconds, wave, worst_of
+from tessel.cli.demos.report import Report, Say, as_text, largest, median_seconds, wave, worst_of
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
 from tessel.operators.units import num_bytes, num_seconds
@@ -114,7 +114,7 @@ def halo_width(size: int) -> int:
     return max(1, size // 16)
 
 
-def run(size: int, note: Note) -> list[Report]:
+def run(size: int, note: Say) -> list[Report]:
     """Examine each movement of a `size` × `size` tensor, on every worker."""
     P = world()
     cases = (all_sum_reduce, broadcast, repartition, halo_exchange)

@@ -17,9 +17,9 @@ from torch import Tensor
 from tessel.core.layout import Layout
 from tessel.operators.units import num_bytes, num_seconds
 
-Note = Callable[[str], None]
-Columns = dict[str, Callable[[Any], str]]  # names, and how the values below them are written
-Rows = tuple[tuple[Any, ...], ...]  # the values, None for what stays empty
+Say = Callable[[str], None]
+TableColumns = dict[str, Callable[[Any], str]]  # names, and how the values below them are written
+TableRows = tuple[tuple[Any, ...], ...]  # the values, None for what stays empty
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Report:
     subject: str
     errors: Mapping[str, float]
     limit: float
-    columns: Columns
-    rows: Rows
+    columns: TableColumns
+    rows: TableRows
     legend: str = ""
     is_wrong: bool = False
     draw: Callable[[Path], tuple[Path, str]] | None = None
@@ -77,12 +77,12 @@ class Report:
 
 
 def of_processes(
-    columns: Columns,
+    columns: TableColumns,
     alone: Sequence[Any],
     workers: Iterable[Sequence[Any]],
     sent: Sequence[int],
     seconds: tuple[float, float],
-) -> tuple[Columns, Rows]:
+) -> tuple[TableColumns, TableRows]:
     """A table with a line for one process, and one for each worker.
 
     Args:

@@ -14,9 +14,9 @@ from torch import Tensor
 from tessel import tensor, viz
 from tessel.cli.demos.movements import grid
 from tessel.cli.demos.report import (
-    Columns,
-    Note,
     Report,
+    Say,
+    TableColumns,
     largest,
     of_processes,
     sizes_of_parts,
@@ -33,7 +33,7 @@ LIMIT = 1e-10  # of the error: sums over all pixels, in another order
 STEPS = (TITLE,)
 
 
-def run(size: int, note: Note) -> list[Report]:
+def run(size: int, note: Say) -> list[Report]:
     """Run on every worker; the report on the first."""
     P = world().create_cartesian_topology_partition((1, 1, *grid(world().size)))
     noisy, clean = check.pictures(1, max(4, 2 * size))
@@ -65,7 +65,7 @@ def run(size: int, note: Note) -> list[Report]:
     budget = memory.peak // 2
     whole, *sizes = sizes_of_parts(y.layout)
     column = f"of {viz.num_bytes(budget)}"
-    columns: Columns = {"part": str, "tensors at most": viz.num_bytes, column: as_use}
+    columns: TableColumns = {"part": str, "tensors at most": viz.num_bytes, column: as_use}
     rows = [(part, peak, peak / budget) for part, peak in zip(sizes, peaks, strict=True)]
     both = of_processes(columns, (whole, memory.peak, 2.0), rows, sent, (before, after))
     return [

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tessel.core import Box, Interval, Region, boxes
 
-Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
+CoreAndRead = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
 Pairs = list[tuple[int, Tensor]]
 
 
@@ -388,7 +388,7 @@ def parts(
     return crossed(along)
 
 
-def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[Tile]:
+def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[CoreAndRead]:
     """The cores and what is read for them, along one dimension."""
     slack = 0 if patch % stride == halo % stride == 0 else stride - 1  # lost by aligned starts
     width = -(-(patch + 2 * halo + slack) // stride) * stride  # rounded up to a multiple
@@ -406,7 +406,7 @@ def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[Tile]:
     return found
 
 
-def crossed(along: Sequence[Sequence[Tile]]) -> list[PriorWindow]:
+def crossed(along: Sequence[Sequence[CoreAndRead]]) -> list[PriorWindow]:
     """The windows of all dimensions together, from those along each."""
     return [
         PriorWindow(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))

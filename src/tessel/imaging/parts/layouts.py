@@ -36,7 +36,7 @@ from tessel.imaging.context import check_choice
 from tessel.tensor import periodic_halo
 from tessel.transport import kept_in_job
 
-Run = tuple[int, int]  # where values that follow each other begin, and how many they are
+RunOfPlaces = tuple[int, int]  # where values that follow each other begin, and how many they are
 
 
 def operator_grid(partition: Partition, shape: Iterable[int]) -> Layout:
@@ -240,7 +240,7 @@ class LocalPadding(LinearOperator):
 
     def __init__(self, read: Layout, target: Layout, mirrors: Mapping[int, Mirrored]) -> None:
         self.domain, partition = read, read.partition
-        self.runs: dict[int, list[Run]] = {}  # for each dimension that this worker pads
+        self.runs: dict[int, list[RunOfPlaces]] = {}  # for each dimension that this worker pads
         shapes = []
         # A layout needs the shapes of all workers, though each computes its own part only.
         for worker in partition.ranks:
@@ -276,13 +276,13 @@ class LocalPadding(LinearOperator):
         return y
 
 
-def _runs(places: Sequence[int]) -> list[Run]:
+def _runs(places: Sequence[int]) -> list[RunOfPlaces]:
     """Places in runs of those that follow each other: whole slices are copied, not single rows.
 
     >>> _runs([1, 0, 1, 2, 3, 2])
     [(1, 1), (0, 4), (2, 1)]
     """
-    found: list[Run] = []
+    found: list[RunOfPlaces] = []
     for place in places:
         if found and place == sum(found[-1]):
             found[-1] = found[-1][0], found[-1][1] + 1

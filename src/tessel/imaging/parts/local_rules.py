@@ -25,17 +25,17 @@ from tessel.imaging.parts.operators import (
     Convolution,
     Decimation,
     Mask,
-    Operator,
     PartOperator,
+    RowOperator,
     Whole,
 )
 
-Rule = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
+MakeOperator = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
 # What objects of users raise for tensors that they were not made for.
 MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
 
 
-def partition_physics(physics: Any, layout: Layout, owner: int | None = None) -> Operator:
+def partition_physics(physics: Any, layout: Layout, owner: int | None = None) -> RowOperator:
     """An operator for an image in parts: the same as `physics` on the whole image.
 
     An operator with a local kernel, which is one that has a `filter`, `padding`, `factor` or
@@ -59,7 +59,7 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
         return Whole(physics)
     rule = rule_of(physics, layout.shape)
     first = layout.partition.ranks[0]
-    operator: Operator = (
+    operator: RowOperator = (
         Whole(physics, layout, first if owner is None else owner) if rule is None else rule(layout)
     )
     values = operator.values()
@@ -72,7 +72,7 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
     return operator
 
 
-def rule_of(physics: Any, shape: Shape) -> Rule | None:
+def rule_of(physics: Any, shape: Shape) -> MakeOperator | None:
     """How to make `physics` for images in parts, or None if no local rule gives the same.
 
     Args:
@@ -106,7 +106,7 @@ def rule_of(physics: Any, shape: Shape) -> Rule | None:
     return None
 
 
-def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[Rule, Shape | None]]:
+def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[MakeOperator, Shape | None]]:
     """Rules that an object's attributes suggest, each with a small image to try it on."""
     links = getattr(physics, "physics_list", None)
     if links is not None and len(links) > 0 and not isinstance(links, Tensor):
@@ -130,7 +130,7 @@ def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[Rule, Shape | None
         yield (lambda layout: Mask(layout, value)), None
 
 
-def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
+def _chain(links: Sequence[Any], shape: Shape) -> MakeOperator | None:
     """Operators one after the other, if each of them has a rule."""
     rules = []
     for link in links:

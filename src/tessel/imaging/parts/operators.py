@@ -545,7 +545,7 @@ class Whole:
         return f"Whole on worker {self.owner} of {self.domain.identity}"
 
 
-Operator = PartOperator | Whole
+RowOperator = PartOperator | Whole
 
 
 def vjp(operator: Any, x: Tensor, v: Tensor) -> Tensor:

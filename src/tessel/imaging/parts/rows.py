@@ -30,8 +30,8 @@ from tessel.imaging.context import is_whole
 from tessel.imaging.parts.layouts import check_parts
 from tessel.transport import kept_in_job
 
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
-NO_ARGUMENTS: Arguments = (), {}
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
+NO_ARGUMENTS: CallArguments = (), {}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Rows:
         return self.layout.local_shape
 
     def check_call(
-        self, call: str, arguments: Arguments = NO_ARGUMENTS, gather: bool = True
+        self, call: str, arguments: CallArguments = NO_ARGUMENTS, gather: bool = True
     ) -> None:
         """Raise NotImplementedError for what only calls on whole images take."""
         if not gather:
@@ -136,7 +136,7 @@ class WholeRows(Rows):
         return None
 
     def check_call(
-        self, call: str, arguments: Arguments = NO_ARGUMENTS, gather: bool = True
+        self, call: str, arguments: CallArguments = NO_ARGUMENTS, gather: bool = True
     ) -> None:
         pass
 

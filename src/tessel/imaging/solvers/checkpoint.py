@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tessel.core import Layout, Shape, checksum_of, tell
 from tessel.encoding import decode, encodable, encode
-from tessel.imaging.solvers.method import History, Method, Space, Values, check_count
+from tessel.imaging.solvers.method import History, Iterates, Method, Space, check_count
 from tessel.state import Part, read_parts, remove, stored_in, together, whole_folder, write_parts
 from tessel.transport import this_worker
 
@@ -54,7 +54,7 @@ class Notes(NamedTuple):
     kind: dict[str, str]
     history: dict[str, list[float]]
     random: dict[str, Tensor]
-    others: Values
+    others: Iterates
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Checkpoint:
         check_count(self, 1, every=self.every)
 
     def write(
-        self, values: Values, iteration: int, history: History, method: Method, space: Space
+        self, values: Iterates, iteration: int, history: History, method: Method, space: Space
     ) -> None:
         """Write this worker's parts, and remove what is older than the generation before.
 
@@ -118,7 +118,7 @@ class Checkpoint:
             random["cuda"] = torch.cuda.get_rng_state(values["x"].device)
         saying = f"the checkpoint in {self.folder} cannot be written"
         with together(_CALL, workers, saying):  # which may hold what has no form
-            parts, others = dict[tuple[str, ...], Part](), Values()
+            parts, others = dict[tuple[str, ...], Part](), Iterates()
             for name, value in values.items():
                 is_tensor = isinstance(value, Tensor) and layout.partition.active
                 if is_tensor and value.shape[:ndim] == layout.local_shape:
@@ -142,7 +142,7 @@ class Checkpoint:
                 for path in (*map(self._generation, known - kept), *interrupted):
                     remove(path)
 
-    def read(self, method: Method, start: Values, space: Space) -> tuple[Values, int, History]:
+    def read(self, method: Method, start: Iterates, space: Space) -> tuple[Iterates, int, History]:
         """What all workers wrote last: values, iteration and history; else those of a start.
 
         Args:
@@ -191,8 +191,8 @@ class Checkpoint:
         return start, 0, History()
 
     def _read(
-        self, iteration: int, method: Method, start: Values, space: Space
-    ) -> tuple[str, Values, Notes]:
+        self, iteration: int, method: Method, start: Iterates, space: Space
+    ) -> tuple[str, Iterates, Notes]:
         """In what a generation is of another problem, its values here, and the notes on them.
 
         ValueError on all workers if one cannot read what it needs.
@@ -270,7 +270,7 @@ def _part(value: Tensor, shape: Shape, layout: Layout) -> Part:
     return Part(value, shape, (*begin, *[0] * (len(shape) - len(begin))))
 
 
-def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:
+def _kind(method: Method, space: Space, values: Iterates) -> dict[str, str]:
     """What must be the same for a run to resume."""
     return {
         "the method": type(method).__name__,

@@ -17,7 +17,7 @@ from torch import Tensor
 from tessel.core import Layout
 from tessel.imaging.signal import local_data
 from tessel.imaging.solvers.checkpoint import Checkpoint
-from tessel.imaging.solvers.method import Criterion, History, Method, Space, Values, check_count
+from tessel.imaging.solvers.method import Criterion, History, Iterates, Method, Space, check_count
 
 Advance = Callable[[History], None]
 
@@ -73,7 +73,7 @@ class Solution:
     """
 
     x: Tensor
-    values: Values
+    values: Iterates
     history: History
     reason: str
     converged: bool
@@ -161,8 +161,8 @@ def solve(
 
 
 def _iterated(
-    method: Method, values: Values, done: int, space: Space, measures: Mapping[str, Metric]
-) -> tuple[Values, dict[str, float]]:
+    method: Method, values: Iterates, done: int, space: Space, measures: Mapping[str, Metric]
+) -> tuple[Iterates, dict[str, float]]:
     """The values after one more iteration, and its numbers with those of the metrics.
 
     FloatingPointError on all workers if the image is not finite.

@@ -14,9 +14,9 @@ from tessel.core import Layout, LinearOperator
 from tessel.imaging.parameters import anchor_of, depending_on
 from tessel.imaging.signal import local_data
 from tessel.imaging.solvers.method import (
+    Iterates,
     Method,
     Space,
-    Values,
     check_count,
     check_not_negative,
     check_positive,
@@ -48,11 +48,11 @@ class CG(Method):
     operator: Map
     rhs: Tensor
 
-    def begin(self, x: Tensor, space: Space) -> Values:
+    def begin(self, x: Tensor, space: Space) -> Iterates:
         rest = self.rhs - self.operator(x)
         return _begun(x, {"rest": rest}, rest, self.rhs, space)
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.operator(along)
         length = space.inner(along, image)
@@ -103,15 +103,15 @@ class CGLS(Method):
             object.__setattr__(self, "measurements", self.physics.own(self._measured))
             object.__setattr__(self, "physics", self.physics.spread)
 
-    def complete(self, values: Values, space: Space) -> Values:
+    def complete(self, values: Iterates, space: Space) -> Iterates:
         return {**values, "rest": self._rest(values["x"])}
 
-    def begin(self, x: Tensor, space: Space) -> Values:
+    def begin(self, x: Tensor, space: Space) -> Iterates:
         rest = self._rest(x)
         back = self.physics.A_adjoint(rest) - self.damping * x
         return _begun(x, {"rest": rest}, back, self.physics.A_adjoint(self._measured), space)
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.physics.A(along)
         # ‖A p‖² over all measurements, of which a distributed physics has each on one worker.
@@ -150,7 +150,7 @@ class _SemidefiniteCG(CG):
 
 def solved(
     method: CG | CGLS, x: Tensor, space: Space, tolerance: float, max_iterations: int
-) -> Values:
+) -> Iterates:
     """The values of a method after its relative residual fell to a tolerance, or at the end.
 
     This is `solve` without all that a user may want around it.
@@ -194,13 +194,13 @@ class NormalInverse(LinearOperator):
         return self._apply(y)
 
 
-def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -> Values:
+def _begun(x: Tensor, kept: Iterates, rest: Tensor, whole: Tensor, space: Space) -> Iterates:
     square, scale = space.inners((rest, rest), (whole, whole)).unbind()
     residual = _ratio(square, scale).sqrt()
     return {"x": x, **kept, "along": rest, "square": square, "scale": scale, "residual": residual}
 
 
-def _advanced(values: Values, x: Tensor, rest: Any, gradient: Tensor, space: Space) -> Values:
+def _advanced(values: Iterates, x: Tensor, rest: Any, gradient: Tensor, space: Space) -> Iterates:
     """The values after a step, with the next direction, conjugate to those before."""
     new, scale = space.inner(gradient, gradient), values["scale"]
     return {

@@ -20,10 +20,10 @@ from tessel.core import Layout, Partition, replicate, shared_whole, tell, total,
 from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.transport import Group
 
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 Schedule = float | Callable[[int], float]
-Arguments = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
-Values = dict[str, Any]  # tensors by name, or lists of them; "x" is the image
+PriorArguments = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
+Iterates = dict[str, Any]  # tensors by name, or lists of them; "x" is the image
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Space:
                     f"on worker {worker}"
                 )
 
-    def inners(self, *pairs: Pair) -> Tensor:
+    def inners(self, *pairs: TensorPair) -> Tensor:
         """Several inner products in one exchange, as one tensor."""
         if self.differentiable:
             # One shared number, of which each part of the image uses a copy: the gradients of all
@@ -99,7 +99,7 @@ class Space:
             return self._own(total(shares, self.layout.partition, self.layout.shared))
         return self.numbers(*pairs)
 
-    def numbers(self, *pairs: Pair) -> Tensor:
+    def numbers(self, *pairs: TensorPair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
         # Of several copies of a value the first one counts, as the layout has it.
         wide = [(_wide(a.detach()), _wide(b.detach())) for a, b in pairs]
@@ -186,15 +186,15 @@ class Method(ABC):
 
     reports: ClassVar[tuple[str, ...]] = ()  # the names of values that go into the history
 
-    def begin(self, x: Tensor, space: Space) -> Values:
+    def begin(self, x: Tensor, space: Space) -> Iterates:
         """The values before the first iteration."""
         return {"x": x}
 
     @abstractmethod
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         """The values after an iteration; those before stay as they are."""
 
-    def complete(self, values: Values, space: Space) -> Values:
+    def complete(self, values: Iterates, space: Space) -> Iterates:
         """All values from those of a checkpoint that lie as the image does, and numbers.
 
         For a run that goes on with the image in other parts; a method that keeps more, as
@@ -233,7 +233,7 @@ def step_at(method: Any, iteration: int) -> float:
     return step
 
 
-def arguments_at(arguments: Arguments, iteration: int) -> Mapping[str, Any]:
+def arguments_at(arguments: PriorArguments, iteration: int) -> Mapping[str, Any]:
     """The keyword arguments of an iteration."""
     return arguments(iteration) if callable(arguments) else arguments
 

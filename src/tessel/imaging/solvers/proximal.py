@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from tessel.imaging.solvers.method import (
-    Arguments,
+    Iterates,
     Method,
+    PriorArguments,
     Schedule,
     Space,
-    Values,
     arguments_at,
     check_not_negative,
     check_positive,
@@ -47,13 +47,13 @@ class GradientDescent(Method):
     step: Schedule = 1.0
     prior: Any = None
     weight: float = 1.0
-    prior_arguments: Arguments = field(default_factory=dict)
+    prior_arguments: PriorArguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_positive(self, step=self.step)
         check_not_negative(self, weight=self.weight)
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         x = values["x"]
         gradient = self.fidelity.grad(x)
         if self.prior is not None:
@@ -103,7 +103,7 @@ class ProximalMethod(Method):
     prior: Any
     step: Schedule = 1.0
     weight: float | None = None
-    prior_arguments: Arguments = field(default_factory=dict)
+    prior_arguments: PriorArguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_positive(self, step=self.step)
@@ -146,7 +146,7 @@ class PGD(ProximalMethod):
     tensor([2., 0.])
     """
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         return {"x": self.descend(values["x"], iteration)}
 
     def descend(self, x: Tensor, iteration: int) -> Tensor:
@@ -185,10 +185,10 @@ class FISTA(PGD):
         if not self.inertia > 2 or self.inertia == float("inf"):
             raise ValueError(f"FISTA: inertia must be a number above 2, got {self.inertia!r}")
 
-    def begin(self, x: Tensor, space: Space) -> Values:
+    def begin(self, x: Tensor, space: Space) -> Iterates:
         return {"x": x, "ahead": x}
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         x = self.descend(values["ahead"], iteration)
         momentum = iteration / (iteration + 1 + self.inertia)  # k = iteration + 1, from 1 on
         return {"x": x, "ahead": x + momentum * (x - values["x"])}

@@ -12,10 +12,10 @@ from tessel.core import Layout
 from tessel.imaging.parts.operators import Differences
 from tessel.imaging.solvers.linear import CG, default_tolerance, solved
 from tessel.imaging.solvers.method import (
-    Arguments,
+    Iterates,
     Method,
+    PriorArguments,
     Space,
-    Values,
     arguments_at,
     check_count,
     check_not_negative,
@@ -114,7 +114,7 @@ class HQS(ProximalMethod):
         super().__post_init__()
         check_count(self, 1, inner_iterations=self.inner_iterations)
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         near = self.fit(values["x"], iteration, space)
         return {"x": self.denoise(near, iteration)}
 
@@ -156,10 +156,10 @@ class ADMM(HQS):
         super().__post_init__()
         check_positive(self, relaxation=self.relaxation)
 
-    def begin(self, x: Tensor, space: Space) -> Values:
+    def begin(self, x: Tensor, space: Space) -> Iterates:
         return {"x": x, "multipliers": torch.zeros_like(x)}
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         z = values["multipliers"]
         near = self.fit(values["x"] - z, iteration, space)
         x = self.denoise(near + z, iteration)
@@ -226,7 +226,7 @@ class CondatVu(Method):
     operator: Any = None
     dual_step: float | None = None
     prior: Any = None
-    prior_arguments: Arguments = field(default_factory=dict)
+    prior_arguments: PriorArguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if callable(self.step):
@@ -241,10 +241,10 @@ class CondatVu(Method):
                 "see power_iteration"
             )
 
-    def begin(self, x: Tensor, space: Space) -> Values:
+    def begin(self, x: Tensor, space: Space) -> Iterates:
         return {"x": x, "dual": torch.zeros_like(self.differ(space).A(x))}
 
-    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+    def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         K, x, dual = self.differ(space), values["x"], values["dual"]
         new = self.descend(x, K.A_adjoint(dual), iteration, space)
         raised = dual + self.second_step(space) * K.A(2 * new - x)

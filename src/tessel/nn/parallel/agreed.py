@@ -12,8 +12,8 @@ from typing import Any
 from torch.autograd.forward_ad import dual_level
 
 from tessel.core.agreement import (
-    Held,
-    Numbers,
+    NumbersByWorker,
+    ShapesAndMeta,
     TensorMeta,
     agree,
     in_forward_mode,
@@ -29,7 +29,7 @@ WAY_OUT = "tessel.distributed.gather(x) makes a tensor whole again"
 Frozen = tuple[tuple[tuple[int, Shape], ...], TensorMeta]
 
 
-def frozen(held: Held) -> Frozen:
+def frozen(held: ShapesAndMeta) -> Frozen:
     """The shapes by worker and the kind of a tensor, as a key of what follows from them."""
     shapes, meta = held
     return tuple(shapes.items()), meta
@@ -89,7 +89,7 @@ def check_parts(
 
 
 def check_copies(
-    values: Numbers, names: Sequence[str], count: int, what: tuple[str, str], label: str
+    values: NumbersByWorker, names: Sequence[str], count: int, what: tuple[str, str], label: str
 ) -> None:
     """Raise IndexError for a number that is out of range, ValueError for copies that differ.
 

@@ -50,7 +50,7 @@ from tessel.tensor.table import opened
 from tessel.transport import kept_in_job, this_worker
 
 # the layout of the whole logits, and the kinds of the logits and of the target
-Agreed = tuple[Layout, TensorMeta, TensorMeta]
+AgreedLogits = tuple[Layout, TensorMeta, TensorMeta]
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -124,7 +124,7 @@ class ShardedLoss:
         return self.label, repr(self)
 
     @kept_in_job  # once for the same shapes: a training step asks for the same each time
-    def conclude(self, inputs: Frozen, targets: Frozen) -> Agreed:
+    def conclude(self, inputs: Frozen, targets: Frozen) -> AgreedLogits:
         """What follows from the shapes and kinds of all workers, the same on each of them.
 
         Raises for shardings that do not fit the classes, and for targets that do not fit the input.
@@ -196,10 +196,10 @@ class ShardedLoss:
         )
 
 
-Tensors = tuple[Tensor, Any, Any]  # the logits, the target and the weight
+LossTensors = tuple[Tensor, Any, Any]  # the logits, the target and the weight
 
 
-def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[Agreed, Tensors]:
+def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[AgreedLogits, LossTensors]:
     """Let all workers of the call raise, or know that their tensors fit; one small exchange.
 
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
@@ -211,7 +211,7 @@ def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[Agreed, Tensors]:
     in_graph = is_traced()
     sums = 0 if in_graph else checksum(weight)
 
-    def told(target: Any, x: Any, classes: Any = NO_VALUES) -> Agreed:
+    def told(target: Any, x: Any, classes: Any = NO_VALUES) -> AgreedLogits:
         held, values = agree(
             loss.partition,
             label,

@@ -21,10 +21,10 @@ from tessel.core.shared import keep_part
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
 from tessel.primitives.shard_layouts import layout_of_parts, shard_layout
 
-Draw = Callable[[Tensor], Any]
+DrawPart = Callable[[Tensor], Any]
 
 
-def draw_(tensor: Tensor, layout: Layout, draw: Draw) -> Tensor:
+def draw_(tensor: Tensor, layout: Layout, draw: DrawPart) -> Tensor:
     """Fill this worker's part of a tensor, in place, as `draw` fills the whole of it.
 
     Besides `tensor` this needs the memory of one whole tensor.

@@ -370,11 +370,26 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
 
     @in_graphs()
     def _multiply(self, x: Tensor) -> Tensor:
-        name, split = type(self).__name__, checked_dim(self.dim, "ParallelLinear")
+        split = checked_dim(self.dim, "ParallelLinear")
         assert split is not None
-        call = f"{name}({self.extra_repr()})", self.partition, split
         sizes = self.in_features, self.out_features
-        return multiply(x, self.weight, self.bias, *call, sizes, self)
+        call = self._in_words(), self.partition, split, sizes, self
+        return multiply(x, self.weight, self.bias, *call)
+
+    def _in_words(self) -> str:
+        """This layer as errors name it; made anew when its settings are others than before.
+
+        A subclass may have settings of its own, and say them: its words are made in each call.
+        """
+        said: Any = self.extra_repr
+        if getattr(said, "__func__", None) is not ParallelLinear.extra_repr:
+            return f"{type(self).__name__}({said()})"
+        sizes = self.in_features, self.out_features
+        settings = type(self), *sizes, self.bias is None, self.dim
+        kept: tuple[Any, str] | None = self.__dict__.get("_words")
+        if kept is None or kept[0] != settings:
+            kept = self.__dict__["_words"] = settings, f"{type(self).__name__}({said()})"
+        return kept[1]
 
     @classmethod
     def convert_parallel_linear(

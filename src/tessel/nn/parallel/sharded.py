@@ -30,7 +30,7 @@ class ShardedLayer(HasHandle, torch.nn.Module):
 
     dim: int | None = None
     partition: Partition
-    _derived = HasHandle._derived | {"_traces", "_given_kind", "_plain"}
+    _derived = HasHandle._derived | {"_traces", "_given_kind", "_plain", "_words"}
     gives_kinds = True
     can_be_traced = Layer.can_be_traced
 

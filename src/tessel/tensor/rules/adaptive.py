@@ -28,16 +28,15 @@ from tessel.core.windows import AdaptiveWindow, reads
 from tessel.tensor.rules.pools import global_places
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import Arguments, Settings, made, opened, rule
-from tessel.tensor.windowed import ReceptiveFields, Windowed, hashable, leading, outline
+from tessel.tensor.windowed import Numbers, ReceptiveFields, Windowed, hashable, leading, outline
 from tessel.transport import kept_in_job
 
 Sizes = int | None | tuple[int | None, ...]
-Numbers = tuple[int, ...]
 Maxima = tuple[Tensor, Tensor]  # values and their places in the whole tensor, row by row
 _AVERAGES: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _MAXIMA: tuple[Any, ...] = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
 _FIXED_MAXIMA: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
-Pool = Callable[[Tensor, Sequence["Spans"]], tuple[Tensor, ...]]
+PoolSpans = Callable[[Tensor, Sequence["Spans"]], tuple[Tensor, ...]]
 _INDEX_BYTES = 8
 _FEW = 64  # calls of torch's own pool that cost less than making windows of unequal sizes equal
 _MANY = torch.iinfo(torch.int64).max
@@ -343,7 +342,7 @@ class Spans:
         return any(share != 1 for share in self.shares)
 
 
-def _joined(x: Tensor, all_spans: Sequence[Spans], pool: Pool) -> tuple[Tensor, ...]:
+def _joined(x: Tensor, all_spans: Sequence[Spans], pool: PoolSpans) -> tuple[Tensor, ...]:
     """What `pool` gives for all groups of windows that fit, put together."""
     misfit = next((at for at, spans in enumerate(all_spans) if not spans.fits), None)
     if misfit is None:

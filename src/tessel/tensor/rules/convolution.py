@@ -40,10 +40,9 @@ from tessel.tensor.table import (
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import made, opened
 from tessel.tensor.thin_volumes import in_order, order_for, turned, turned_back
-from tessel.tensor.windowed import Windowed, outline, tuple_of
+from tessel.tensor.windowed import Numbers, Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 
-Numbers = tuple[int, ...]
 Widths = tuple[Interval, ...]  # how much is put before and behind each dimension
 _CONVOLUTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
 

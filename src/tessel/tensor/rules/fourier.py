@@ -23,7 +23,7 @@ import torch
 from tessel.core.layout import Layout
 from tessel.tensor.rules.hosting import along, hosted, split_like
 from tessel.tensor.rules.reductions import argument, dims_of
-from tessel.tensor.rules.transform_step import Modes, TransformStep, of_part
+from tessel.tensor.rules.transform_step import Frequencies, TransformStep, of_part
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -164,7 +164,7 @@ class HalfTransform(Unfinished):
     steps: tuple[TransformStep, ...]
     waiting: dict[Any, Tensor] = field(default_factory=dict, init=False)
     hosted: dict[Any, Tensor] = field(default_factory=dict, init=False)
-    taken: dict[tuple[Any, Modes], Tensor] = field(default_factory=dict, init=False)
+    taken: dict[tuple[Any, Frequencies], Tensor] = field(default_factory=dict, init=False)
 
     @property
     def layout(self) -> Layout:
@@ -197,7 +197,7 @@ class HalfTransform(Unfinished):
             return self._cut(self.taken[key, modes], last, runs)
         return self._cut(self.hosted[key], {*last, step.dim}, runs)
 
-    def _num_modes(self, key: Any, modes: Modes) -> int:
+    def _num_modes(self, key: Any, modes: Frequencies) -> int:
         """How many are asked for with these, as far as can be foreseen.
 
         Of frequencies of both signs, models take as many from the end as from the start.
@@ -206,7 +206,7 @@ class HalfTransform(Unfinished):
         is_first = num_before == 0 and modes[:1] == (0,) and self.steps[-1].kind == "fft"
         return num_before + len(modes) * (2 if is_first else 1)
 
-    def _modes(self, dim: int, run: Run) -> Modes:
+    def _modes(self, dim: int, run: Run) -> Frequencies:
         """The frequencies of a slice."""
         n = self.layout.shape[dim]
         return tuple((k - self.shifts[dim]) % n for k in range(*run))

@@ -25,7 +25,13 @@ from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, replicate, replication, used_together
 from tessel.tensor.batch_norm import BatchNorm, can_use_kernels, normalize
 from tessel.tensor.group_norm import GroupNorm
-from tessel.tensor.moments import Pair, combined, local_moments, mean_square, update_running
+from tessel.tensor.moments import (
+    RunningMoments,
+    combined,
+    local_moments,
+    mean_square,
+    update_running,
+)
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -301,7 +307,7 @@ class Norm:
         """The result on a worker without values, which hangs on all that it depends on."""
         return anchored_zeros(tuple(self.x.shape), self.x, weight, bias).to(self.x.dtype)
 
-    def parameters(self, shared: tuple[int, ...] = ()) -> Pair:
+    def parameters(self, shared: tuple[int, ...] = ()) -> RunningMoments:
         """The weight and bias for this worker's part; their gradients are those of the whole.
 
         Along the axes `shared` all workers compute the same with them.
@@ -310,7 +316,7 @@ class Norm:
             self.given["weight"], self.given.get("bias"), self.layout, self.dims, shared
         )
 
-    def running(self) -> Pair:
+    def running(self) -> RunningMoments:
         """The running statistics of this worker's channels, as views."""
         return local_running(
             self.given["running_mean"], self.given["running_var"], self.layout, self.dims
@@ -340,7 +346,7 @@ def local_parameters(
     layout: Layout,
     dims: range,
     shared: tuple[int, ...] = (),
-) -> Pair:
+) -> RunningMoments:
     """This worker's part of parameters that have the dimensions `dims` of a tensor."""
     present = [each for each in (weight, bias) if each is not None]
     if not present:
@@ -355,7 +361,9 @@ def local_parameters(
     return None if weight is None else next(found), None if bias is None else next(found)
 
 
-def local_running(mean: Tensor | None, var: Tensor | None, layout: Layout, dims: range) -> Pair:
+def local_running(
+    mean: Tensor | None, var: Tensor | None, layout: Layout, dims: range
+) -> RunningMoments:
     """The running statistics of this worker's channels, in their memory."""
     (dim,) = dims
     if not layout.is_split(dim):
@@ -367,7 +375,12 @@ def local_running(mean: Tensor | None, var: Tensor | None, layout: Layout, dims:
 
 
 def normalize_by_running(
-    x: Tensor, running: Pair, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int = 1
+    x: Tensor,
+    running: RunningMoments,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dim: int = 1,
 ) -> Tensor:
     """What evaluation does with a part whose channels are dimension `dim`: nothing moves."""
     if not x.numel():

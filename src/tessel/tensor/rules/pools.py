@@ -25,6 +25,7 @@ from tessel.core.windows import Window
 from tessel.tensor import interior_border
 from tessel.tensor.table import Arguments, Settings, made, opened, rule
 from tessel.tensor.windowed import (
+    Numbers,
     Windowed,
     cropped,
     hashable,
@@ -36,8 +37,7 @@ from tessel.tensor.windowed import (
 )
 from tessel.transport import kept_in_job
 
-Numbers = tuple[int, ...]
-Kind = tuple[torch.dtype, str]  # the dtype and the type of device
+DtypeAndDevice = tuple[torch.dtype, str]  # the dtype and the type of device
 _MAXIMA: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 _AVERAGES: tuple[Any, ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
@@ -73,7 +73,7 @@ class Pool(ABC):
         """This worker's outputs, at least one, from what its windows read."""
 
     @lru_cache(maxsize=1024)  # noqa: B019  (pools are values)
-    def output_shape(self, shape: Shape, kind: Kind) -> Shape:
+    def output_shape(self, shape: Shape, kind: DtypeAndDevice) -> Shape:
         """The shape of the whole output; torch's own error if it cannot be pooled."""
         if kind[0] not in (torch.float32, torch.float64):  # which torch knows shows on values only
             kernel = tuple(window.kernel for window in self.windows)
@@ -82,7 +82,7 @@ class Pool(ABC):
         return tuple(self.function(outline(shape), *self.arguments).shape)
 
     @kept_in_job
-    def plan(self, layout: Layout, kind: Kind) -> Windowed:
+    def plan(self, layout: Layout, kind: DtypeAndDevice) -> Windowed:
         """What each worker reads for its balanced part of the output."""
         shape = self.output_shape(layout.shape, kind)
         return windowed(layout, shape, leading(len(shape), self.windows))

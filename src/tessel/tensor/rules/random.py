@@ -107,7 +107,7 @@ def _constant(value: Any) -> Any:
     return made(part.detach() + anchored_zeros(tuple(part.shape), part), layout)
 
 
-_Draw = Callable[..., torch.Tensor]
+DrawNoise = Callable[..., torch.Tensor]
 
 
 def _random(u: Any, layout: Layout, like: torch.Tensor, *limits: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _random(u: Any, layout: Layout, like: torch.Tensor, *limits: int) -> torch.T
 
 
 # arguments with their defaults, and the numbers that a seed gives for a part
-_FILLS: dict[str, tuple[dict[str, Any], _Draw]] = {
+_FILLS: dict[str, tuple[dict[str, Any], DrawNoise]] = {
     "normal_": (
         {"mean": 0.0, "std": 1.0},
         lambda s, at, like, mean, std: mean + std * normal(s, at, _kind(like), like.device),

@@ -122,7 +122,7 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if drops(args, kwargs):
         return _layer_by_layer(func, given, is_packed)
     if is_packed:
-        # Sequences of different length, moment by moment: every worker computes with all of them.
+        # Sequences of different length, step by step in time: all workers compute all of them.
         # Not by `without_rule`: torch takes this for a random function, even without dropout.
         layouts = held_layouts(args, kwargs)
         if not may_gather() and not all(map(is_whole, layouts)):
@@ -145,9 +145,9 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     operands = [x, *states]
     # autocast may give states of another dtype than it got, which only some workers would know
     if isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type):
-        # a sequence stays split in parts of which each moment is in one
-        moments = hosted(x._layout, (2,)).cuts[letters.index("t")].intervals
-        if len(moments) > 1 and x._layout.owns_once and lengths["n"]:
+        # a sequence stays split in parts of which each time step is in one
+        time_steps = hosted(x._layout, (2,)).cuts[letters.index("t")].intervals
+        if len(time_steps) > 1 and x._layout.owns_once and lengths["n"]:
             return _passed(name, func, given, x, states, width)
     batch = _planned(name, (letters, "lnh", "lnc")[: len(operands)], operands)
     shape = tuple((lengths | {"i": width * ways})[letter] for letter in letters)

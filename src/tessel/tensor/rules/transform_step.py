@@ -22,7 +22,7 @@ from tessel.tensor.truncated_transform import DTYPES, MOST_MODES, REAL, Waves
 from tessel.tensor.unfinished import Zeros
 from tessel.tensor.windowed import outline
 
-Modes = tuple[int, ...]  # frequencies
+Frequencies = tuple[int, ...]  # frequencies
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TransformStep:
         size = dtype.to_complex().itemsize
         return num_modes * len(cut.intervals) * size < length * dtype.itemsize
 
-    def truncated(self, x: Tensor, modes: Modes) -> Tensor:
+    def truncated(self, x: Tensor, modes: Frequencies) -> Tensor:
         """Some modes, each the sum of terms that workers have.
 
         They are in parts then; if there are fewer than workers, hosts are.
@@ -101,7 +101,7 @@ class TransformStep:
         size = (dtype.to_real() if self.kind in REAL else dtype).itemsize
         return num_modes * parts * dtype.itemsize < self._num_points(length) * size
 
-    def from_modes(self, zeros: Zeros, modes: Modes, length: int, home: Layout) -> Tensor:
+    def from_modes(self, zeros: Zeros, modes: Frequencies, length: int, home: Layout) -> Tensor:
         """Each worker's own points, of modes that all workers get.
 
         Args:

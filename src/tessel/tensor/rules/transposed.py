@@ -19,10 +19,9 @@ from tessel.core.windows import Groups, TransposedWindow
 from tessel.tensor.rules.convolution import check_numbers, convolve_with
 from tessel.tensor.rules.products import Contraction, bias_of, operand
 from tessel.tensor.table import Arguments, Settings, as_autocast, check_dtypes, rule
-from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
+from tessel.tensor.windowed import Numbers, Windowed, hashable, outline, tuple_of
 from tessel.transport import kept_in_job
 
-Numbers = tuple[int, ...]
 _CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 

@@ -19,7 +19,7 @@ from tessel.tensor.tensor import layout_on
 
 
 @dataclass
-class Arguments:
+class ModelArguments:
     """Arguments of a model, in any nesting; tensors among them are whole, or spread ones.
 
     Args:
@@ -109,7 +109,7 @@ class Arguments:
             (self.args, self.kwargs),
         )
 
-    def wholes(self) -> Arguments:
+    def wholes(self) -> ModelArguments:
         """The same with whole tensors of their own, which get gradients.
 
         Spread ones are gathered for it, by all workers of the partition together; workers outside
@@ -127,9 +127,9 @@ class Arguments:
             return torch.empty(0)
 
         args, kwargs = self.with_tensors(whole if self.partition.active else nothing)
-        return Arguments(args, kwargs, self.where)
+        return ModelArguments(args, kwargs, self.where)
 
-    def entered(self, layouts: list[Layout | None]) -> Arguments:
+    def entered(self, layouts: list[Layout | None]) -> ModelArguments:
         """What the converted model is called with: each tensor spread in its layout.
 
         Spread ones get gradients that lie as they do: what is whole in a check only, like the
@@ -145,7 +145,7 @@ class Arguments:
             needs_grad = self.partition.active and value.requires_grad
             return entered.detach().requires_grad_() if needs_grad else entered
 
-        return Arguments(*self.with_tensors(enter), self.where)
+        return ModelArguments(*self.with_tensors(enter), self.where)
 
     def copies(self) -> tuple[Any, Any]:
         """Arguments and keyword arguments for a call, in which the model may change them."""

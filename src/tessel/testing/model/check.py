@@ -23,7 +23,7 @@ from tessel.nn.convert import distribute_module
 from tessel.tensor.call_site import is_library
 from tessel.tensor.comparing import compare, comparing
 from tessel.tensor.gathering import check_choice
-from tessel.testing.model.arguments import Arguments
+from tessel.testing.model.arguments import ModelArguments
 from tessel.testing.model.report import ModelReport, merged
 from tessel.testing.model.runs import (
     OneProcess,
@@ -85,7 +85,7 @@ def check_model(
     >>> tessel.testing.check_model(model, torch.ones(2, 3, 8, 8), where=P).passed
     True
     """
-    given = Arguments(inputs, dict(kwargs or {}), where, dtype)
+    given = ModelArguments(inputs, dict(kwargs or {}), where, dtype)
     check_choice(fallback)
     if calls < 1:
         raise ValueError(f"calls must be at least 1, got {calls}")
@@ -107,7 +107,7 @@ def check_model(
 def _run_both(
     model: nn.Module,
     copy: nn.Module,
-    given: Arguments,
+    given: ModelArguments,
     loss: Callable[[Any], Tensor] | None,
     fallback: str,
     calls: int,
@@ -147,7 +147,7 @@ def _run_both(
 
 
 def _agree(
-    everyone: transport.Group, model: nn.Module, given: Arguments, settings: Any, failure: str
+    everyone: transport.Group, model: nn.Module, given: ModelArguments, settings: Any, failure: str
 ) -> None:
     """Raise on all workers unless they check the same model with the same inputs."""
     mine = {

@@ -31,7 +31,7 @@ from tessel.tensor.shared_random import common_seed
 from tessel.tensor.table import in_backward, tensors
 from tessel.testing.drawing import drawing, plain
 from tessel.testing.memory import Memory, count_memory, uncounted
-from tessel.testing.model.arguments import Arguments
+from tessel.testing.model.arguments import ModelArguments
 from tessel.testing.model.report import Difference, ModelReport, ModuleUse, difference, worst
 
 Loss = Callable[[Any], Tensor] | None
@@ -45,7 +45,7 @@ class OneProcess:
     """What one process has: the model after its calls, arguments with gradients, and outputs."""
 
     model: nn.Module
-    arguments: Arguments
+    arguments: ModelArguments
     trace: Trace
     outputs: list[Outputs]
     peak: int
@@ -54,7 +54,7 @@ class OneProcess:
 
 def run_alone(
     template: nn.Module,
-    given: Arguments,
+    given: ModelArguments,
     is_spread: list[bool],
     loss: Loss,
     seeds: list[int],
@@ -108,8 +108,8 @@ def run_alone(
 
 def run_converted(
     model: nn.Module,
-    arguments: Arguments,
-    entered: Arguments,
+    arguments: ModelArguments,
+    entered: ModelArguments,
     alone: OneProcess,
     loss: Loss,
     seeds: list[int],
@@ -188,7 +188,9 @@ def of_outputs(outputs: Outputs, others: Outputs) -> Iterator[Difference]:
             yield difference(name, ours[name], theirs[name])
 
 
-def of_state(model: nn.Module, arguments: Arguments, alone: OneProcess) -> Iterator[Difference]:
+def of_state(
+    model: nn.Module, arguments: ModelArguments, alone: OneProcess
+) -> Iterator[Difference]:
     """The differences of all gradients, and of buffers, after the calls."""
     parameters, buffers = dict(alone.model.named_parameters()), dict(alone.model.named_buffers())
     for name, parameter in model.named_parameters():
