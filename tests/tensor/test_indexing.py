@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -298,3 +299,29 @@ def put_where_others_are() -> None:
 
 def test_workers_outside_have_no_values_for_a_whole_tensor(run: Run) -> None:
     run(put_where_others_are, nprocs=3, timeout=60)
+
+
+def index_by_lists_of_lists() -> list[str]:
+    """As torch has it: a short list is the key that a tuple would be, any other list a tensor."""
+    places = [[0, 1], [2, 3]]
+    truths = [[(k + j) % 3 == 0 for j in range(5)] for k in range(6)]
+    array = np.array(places)
+    pairs: list[tuple[Any, Any]] = [(places, 7.0), ((places,), 7.0), ((slice(None), places), 7.0)]
+    pairs += [([(0, 1), (4, 2)], values((2,), 3)), ((truths,), 7.0), (array, values((5,), 3))]
+    pairs += [([[0], [1]] * 16, 7.0), ([array, 1], 7.0), ([None, 1], 7.0), ([slice(2), 1], 7.0)]
+    x, alone = rows(), values((6, 5), 1)
+    with noted_gathers() as gathers, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using a non-tuple sequence")
+        for key, value in pairs:
+            found: Any = x[key]
+            assert torch.equal(found.full(), alone[key]), key
+            for each in (x, alone):
+                each[key] = value
+                each[key] += 1.5
+            assert torch.equal(x.full(), alone), key
+    return [each.name for each in gathers]
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_lists_of_lists_are_indices(run: Run, nprocs: int) -> None:
+    assert run(index_by_lists_of_lists, nprocs=nprocs) == [[]] * nprocs

@@ -109,8 +109,63 @@ def derive_twice() -> None:
     assert torch.allclose(second.full(), expected)
 
 
+def change_shapes_in_place() -> None:
+    """A worker with nothing of a tensor knows that it has another shape, and views of its own."""
+    for lengths in ((1, 1, 1), (2, 1, 0), (0, 0, 3)):
+        x, alone = rows(*lengths).requires_grad_(), rows(3, 0, 0).full().requires_grad_()
+        found = []
+        for each in (x, alone):
+            y = each * each
+            view = y.view(3, 4, 1)
+            y.unsqueeze_(0)
+            view.mul_(2)
+            y.mul_(3)
+            loss = (y**2).sum() + view.sin().sum()
+            (first,) = torch.autograd.grad(loss, each, create_graph=True)
+            (second,) = torch.autograd.grad((first**2).sum(), each)
+            found.append((y, view, first, second))
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine.full(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def write_unrecorded() -> None:
+    """What `copy_` writes without a graph leaves a view in the one that it was in."""
+    for lengths in ((1, 1, 1), (2, 1, 0), (0, 0, 3)):
+        x, alone = rows(*lengths).requires_grad_(), rows(3, 0, 0).full().requires_grad_()
+        found = []
+        for each in (x, alone):
+            y = each * each
+            view = y[1:]
+            with torch.no_grad():
+                view.copy_(each[:2])
+            assert view.requires_grad
+            found.append((view, y, *torch.autograd.grad((view**2).sum() + y.sin().sum(), each)))
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(mine.full(), theirs)
+
+
+def need_gradients_alike() -> None:
+    """Views that are taken without a graph, also of nothing."""
+    x = rows(2, 1, 0).requires_grad_() * 1
+    with torch.no_grad():
+        assert x.view(12).requires_grad and x[:, :2].requires_grad
+
+
+def write_itself() -> None:
+    """A tensor into all of itself, which torch refuses where strides differ, of values alone."""
+    P = tessel.world().create_cartesian_topology_partition([1, 3])
+    values = torch.arange(5.0).view(5, 1)
+    x = tessel.spread(values, tessel.Layout.from_lengths(P, [[5], [1, 0, 0]])).transpose(0, 1)
+    x[:] = x
+    assert torch.equal(x.full(), values.t())
+    x[[0]] = x
+    x[:, torch.tensor([True] * 5)] = x
+    assert torch.equal(x.full(), values.t())
+
+
 CHECKS = (
     *(give_itself, note_copies_of_copies, leave_data_alone, write_what_overlaps, derive_twice),
+    *(change_shapes_in_place, write_unrecorded, need_gradients_alike, write_itself),
 )
 
 

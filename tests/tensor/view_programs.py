@@ -199,9 +199,9 @@ def change(draw: random.Random, x: Tensor, reshapes: bool) -> tuple[str, Callabl
         some = values(lengths, seed)
         along = (*[slice(None)] * (dim % D), rows)
         changes |= {
-            f".index_put_({rows})": lambda x: x.index_put_((rows % len(x),), x.new_tensor(1.5)),
+            f".index_put_({rows})": lambda x: x.index_put_((rows % x.size(0),), x.new_tensor(1.5)),
             f".index_put_({rows}, add)": lambda x: x.index_put_(
-                (rows % len(x),), x.new_tensor(1.5), accumulate=True
+                (rows % x.size(0),), x.new_tensor(1.5), accumulate=True
             ),
             f".index_fill_({dim}, {rows})": lambda x: x.index_fill_(dim, rows, 0.5),
             f".index_add_({dim}, {rows})": lambda x: x.index_add_(dim, rows, some),

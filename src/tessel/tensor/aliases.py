@@ -9,7 +9,7 @@ layouts, so that all workers raise alike.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False, detached: bool = False
     known = Aliases.of(x)
     # a slice that is not finished has no part yet, and must not be asked for it
     empty = (y if copied else x) if "_part" in y.__dict__ else None
-    if empty is not None and not empty._part.numel() and y._part.requires_grad:
+    is_recorded = torch.is_grad_enabled() and y._part.requires_grad
+    if is_recorded and empty is not None and not empty._part.numel():
         # The second derivative of a view of nothing that is changed is a constant in torch, and
         # this worker would skip exchanges: see `share_history`. Where x has values, a view of
         # none of them is torch's own.
@@ -132,12 +133,13 @@ class Root:
     """What others are views of in the eyes of autograd, where this worker has no values of it.
 
     Attributes:
-        tensor: it, as long as it is there.
+        tensor: gives it, as long as it is there and no view itself.
         part: its part.
     """
 
     def __init__(self, x: Tensor) -> None:
-        self.tensor, self.part = weakref.ref(x), x._part
+        self.tensor: Callable[[], Tensor | None] = weakref.ref(x)
+        self.part = x._part
 
 
 def share_history(x: Tensor) -> None:
@@ -173,6 +175,10 @@ def become(x: Tensor, y: Tensor) -> Tensor:
         others.drop(y)
         others.add(x)
         x._originals = y._originals
+    if others is not known:
+        x.__dict__.pop("_root", None)
+    elif "_root" in x.__dict__ and x.__dict__["_root"].tensor() is x:
+        x.__dict__["_root"].tensor = lambda: None  # it is a view now of what it was
     x.__dict__.pop("_taken", None)
     x._part, x._layout = y._part, y._layout
     with torch._C.DisableTorchFunctionSubclass():
@@ -218,14 +224,19 @@ def outdate_copies(x: Tensor, spared: Tensor | None = None) -> None:
             left.append(aliases)
 
 
-def apart(value: Any, x: Tensor) -> Any:
+def apart(value: Any, x: Tensor, itself: bool = False) -> Any:
     """What is written into `x`; a copy, if torch has to read it from the memory that it writes.
 
     It refuses some of these, by what each worker has.
+
+    Args:
+        value: what is written.
+        x: where to.
+        itself: whether `x` itself is read in another order than it is written, too.
     """
-    if isinstance(value, Tensor) and value is not x and Aliases.of(value) is Aliases.of(x):
-        return value.clone()
-    return value
+    if not isinstance(value, Tensor) or (value is x and not itself):
+        return value
+    return value.clone() if Aliases.of(value) is Aliases.of(x) else value
 
 
 def may_go_back(x: Tensor) -> bool:

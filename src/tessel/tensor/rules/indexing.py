@@ -82,16 +82,28 @@ def _is_number(item: Any) -> bool:
 
 
 def _without_arrays(key: Any) -> Any:
-    """A key with tensors in the places of arrays, which torch takes for such."""
-    if isinstance(key, tuple):
-        return tuple(map(_without_arrays, key))
-    if isinstance(key, list) and any(isinstance(each, np.ndarray) for each in key):
-        return tuple(map(_without_arrays, key))
-    if isinstance(key, np.bool_):
-        return bool(key)
-    if not isinstance(key, np.ndarray):
-        return key
-    found = torch.as_tensor(key)
+    """A key with tensors in the places of arrays and of lists of lists, which torch takes for such.
+
+    Torch takes a short list of anything but numbers for the key that a tuple would be.
+    """
+    is_short = isinstance(key, list) and len(key) < 32
+    if isinstance(key, tuple) or (is_short and any(isinstance(each, _IN_KEYS) for each in key)):
+        return tuple(map(_without_array, key))
+    return _without_array(key)
+
+
+_SEQUENCES = (list, tuple, range, np.ndarray)
+_IN_KEYS = (*_SEQUENCES, torch.Tensor, slice, type(None), type(...))
+
+
+def _without_array(item: Any) -> Any:
+    if isinstance(item, np.bool_):
+        return bool(item)
+    if isinstance(item, list | tuple) and any(isinstance(each, _SEQUENCES) for each in item):
+        return torch.tensor(item)
+    if not isinstance(item, np.ndarray):
+        return item
+    found = torch.as_tensor(item)
     return found.long() if found.dtype in (torch.int8, torch.int16) else found
 
 
@@ -495,6 +507,7 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     if any(each is None for each in items):
         raise unsupported(name, "new dimensions next to index tensors are not supported", layout)
     there, region, at = _places(x, items)
+    value = apart(value, x, itself=True)
     if isinstance(value, torch.Tensor):
         value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
     else:
@@ -547,7 +560,7 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
     rest, at = _beside_mask(given, place, x.dim())
     if not isinstance(value, torch.Tensor):
         value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
-    mask = given[place]
+    mask, value = given[place], apart(value, x, itself=True)
     if rest is None and not at and not value.dim() and isinstance(mask, torch.Tensor):
         # one value wherever the mask says so, of which nobody has to know how often
         if tuple(mask.shape) != tuple(x.shape[: mask.dim()]):
@@ -570,7 +583,7 @@ def _assign(x: Tensor, items: list[Any], value: Any) -> None:
         if base() is x and taken == items:  # a view of this, as `x[items] += y` puts it back
             changed(x)
             return
-    value = apart(value, x)
+    value = apart(value, x, itself=True)
     picks = tuple(each for each in items if each is not None)
     part, layout = x._part, x._layout
     region = _region(layout, picks)
@@ -696,8 +709,11 @@ def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_fit and isinstance(view, Tensor) and may_go_back(view):
         base, items = _taken_of(view)
         if base is not None:
-            base[items] = value
-            again: Any = base[items]
+            # What is not recorded leaves a view in the graph, as it leaves the base there.
+            is_recorded = torch.is_grad_enabled() or view._part.requires_grad
+            base[items] = value  # which takes the part of the view
+            with torch.set_grad_enabled(is_recorded):
+                again: Any = base[items]
             view._part, view._layout = again._part, again._layout
             if view._part.requires_grad:
                 with torch._C.DisableTorchFunctionSubclass():
