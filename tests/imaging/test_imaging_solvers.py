@@ -1340,7 +1340,7 @@ def spoil(change: str) -> tuple[str, str]:
         ("nan", "FloatingPointError", "not finite after iteration 1"),
         ("diverge", "FloatingPointError", "a smaller step may help"),
         ("shape", "ValueError", "got (1, 1, 3, 9)"),
-        ("no layout", "ValueError", "how it lies on 2 workers"),
+        ("no layout", "ValueError", "how it is split over 2 workers"),
         ("separate", "ValueError", "one value for each index"),
     ],
 )

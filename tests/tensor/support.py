@@ -389,6 +389,7 @@ SECTIONS: dict[str, Rows] = {
 # functions of the table that say what a tensor is, or read its values: `test_tensor.py` has them
 FACTS = {name for name, rule in RULES.items() if rule.__module__ == "tessel.tensor.attributes"}
 FACTS |= {"__matmul__", "__rmatmul__", "vector_norm", "upsample"}  # of other versions
+FACTS |= {"cuda"}  # which needs a GPU: tests/cuda
 
 
 # -- what there is to find ------------------------------------------------------------------------

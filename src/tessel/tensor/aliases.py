@@ -94,8 +94,8 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False, detached: bool = False
     known = Aliases.of(x)
     # a slice that is not finished has no part yet, and must not be asked for it
     empty = (y if copied else x) if "_part" in y.__dict__ else None
-    is_recorded = torch.is_grad_enabled() and y._part.requires_grad
-    if is_recorded and empty is not None and not empty._part.numel():
+    is_empty = empty is not None and not empty._part.numel()
+    if is_empty and torch.is_grad_enabled() and y._part.requires_grad:
         # The second derivative of a view of nothing that is changed is a constant in torch, and
         # this worker would skip exchanges: see `share_history`. Where x has values, a view of
         # none of them is torch's own.

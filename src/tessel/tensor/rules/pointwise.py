@@ -267,7 +267,7 @@ def broadcast(layout: Layout, target: Layout) -> Layout:
     return replace(target, shape=layout.shape, cuts=cuts)
 
 
-@rule("to", "type_as", "positive", "__pos__", *_ALREADY, plain=True)
+@rule("to", "type_as", "positive", *_ALREADY, plain=True)
 def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """As another tensor is, whose layout plays no part; the tensor itself if it is so already."""
     y = func(*parts(args), **parts(kwargs))

@@ -67,6 +67,12 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def _hidden(name: str, states: Sequence[torch.Tensor]) -> Any:
+    """States as torch's function takes them; cuDNN refuses parts that are views of the whole."""
+    held = tuple(each.contiguous() for each in states)
+    return held if name.startswith("lstm") else held[0]
+
+
 def _computed(
     name: str,
     func: Any,
@@ -86,8 +92,7 @@ def _computed(
     if batch.samples.local_shape == (0,):
         found = [anchored_zeros(each.local_shape, part, *states, *weights) for each in lies]
     else:
-        hidden = tuple(states) if name.startswith("lstm") else states[0]
-        found = _as_list(func(part, hidden, weights))
+        found = _as_list(func(part, _hidden(name, states), weights))
     return [made(*each) for each in zip(found, lies, strict=True)]
 
 
@@ -194,9 +199,8 @@ def _passed(
 
         def compute(x: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
             x = x.flip(time) if route.backward else x
-            hidden = tuple(states) if name == "lstm" else states[0]
             settings = (given["has_biases"], depth, 0.0, given["train"], False, batch_first)
-            found = _as_list(func(x, hidden, weights, *settings))
+            found = _as_list(func(x, _hidden(name, states), weights, *settings))
             return [found[0].flip(time) if route.backward else found[0], *found[1:]]
 
         return Wave(route, x, firsts[number], anchors, width, compute)
