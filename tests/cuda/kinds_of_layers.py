@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -169,13 +170,40 @@ class First(nn.Module):
         return self.cell(x)[0]
 
 
+class Steps(nn.Module):
+    """Cells, one time step after the other, whose states go on, and back to front in a layer."""
+
+    def __init__(self, kind: type[nn.RNNCellBase], again: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell, self.again = kind(6, 5), again(5, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            found.append(state[0] if isinstance(state, tuple) else state)
+        y, last = self.again(torch.stack(found, 1))
+        z, _ = self.again(y.flip(1), last)  # states that a call gave
+        return z
+
+
+RECURRENCES: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: First(nn.LSTM),
+    "GRU": lambda: First(nn.GRU),
+    "RNN": lambda: First(nn.RNN),
+    "LSTM cells": lambda: Steps(nn.LSTMCell, nn.LSTM),
+    "GRU cells": lambda: Steps(nn.GRUCell, nn.GRU),
+    "RNN cells": lambda: Steps(nn.RNNCell, nn.RNN),
+}
+
+
 def check_recurrences(device: str) -> None:
-    """LSTM and GRU, with samples split, and with the sequence split."""
-    for kind in (nn.LSTM, nn.GRU):
+    """Layers and cells, with samples split, and with the sequence split."""
+    for make in RECURRENCES.values():
         for grid in ((-1, 1, 1), (1, -1, 1)):
             P = row(*grid)
             torch.manual_seed(0)
-            alone = First(kind).double()
+            alone = make().double()
             spread = tessel.nn.distribute_module(copy.deepcopy(alone).to(device), P)
             x = values((5, 7, 6), 3)
             compare(alone, spread, (alone, spread), x, Layout.balanced(P, x.shape), device)
