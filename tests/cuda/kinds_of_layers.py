@@ -69,21 +69,25 @@ def layer_cases(size: int) -> list[Case]:
 
 
 def check_layers(device: str) -> None:
+    """Also where channels lie last in memory, for which GPUs have other kernels."""
     for case in layer_cases(tessel.world().size):
-        try:
-            _compare_parts(case, device)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from None
+        for lies_last in (False, True):
+            try:
+                _compare_parts(case, device, lies_last)
+            except AssertionError as error:
+                last = ", channels last" if lies_last else ""
+                raise AssertionError(f"{case}{last}: {error}") from None
 
 
-def _compare_parts(case: Case, device: str) -> None:
+def _compare_parts(case: Case, device: str, lies_last: bool) -> None:
     """A layer that is called with parts, against torch's own."""
     alone, spread, layout = case.torch_layer(), case.layer().to(device), case.layout()
     spread.load_state_dict(alone.state_dict())
     x = values(case.shape, 3)
     whole = x.clone().requires_grad_()
-    part = layout.local_part(x).to(device).requires_grad_()
-    expected, got = alone(whole), spread(part)
+    part = layout.local_part(x).to(device)
+    part = part.movedim(1, -1).contiguous().movedim(-1, 1) if lies_last else part
+    expected, got = alone(whole), spread(part.requires_grad_())
     assert got.device.type == device
     out = layout.resized(expected.shape)
     close("output", got.detach().cpu(), out.local_part(expected.detach()), TOLERANCE)

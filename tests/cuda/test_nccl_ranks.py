@@ -42,8 +42,10 @@ def as_hosts(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def over_nccl(function: Callable[..., Any], nprocs: int, *args: Any) -> list[Any]:
-    return tessel.launch(as_hosts, nprocs, function, *args, timeout=SECONDS, backend=BOTH)
+def over_nccl(
+    function: Callable[..., Any], nprocs: int, *args: Any, timeout: float = SECONDS
+) -> list[Any]:
+    return tessel.launch(as_hosts, nprocs, function, *args, timeout=timeout, backend=BOTH)
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import tessel
 from tessel.testing import check_model
@@ -218,17 +219,17 @@ def split_name(grid: Grid, training: bool) -> str:
     return f"{'×'.join(map(str, grid))}, {'train' if training else 'eval'}"
 
 
-def examine(package: str, name: str, grid: Grid, training: bool) -> ZooResult:
+def examine(package: str, name: str, grid: Grid, training: bool, device: str = "cpu") -> ZooResult:
     """Compare an entry, split over a grid, with one process; on all workers of the grid."""
     (entry,) = (each for each in entries_of(package) if each.name == name)
     result = ZooResult(package, name, split_name(grid, training), "exact", because=entry.because)
     begin = time.monotonic()
-    model = made_in_double(entry).train(training)
+    model = made_in_double(entry).train(training).to(device)
     with floating(torch.float64), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the package, and of gathers, which are in the report
         if entry.method != "forward":
             model = MethodModel(model, entry.method).train(training)
-        inputs = entry.inputs()
+        inputs = tree_map_only(Tensor, lambda each: each.to(device), entry.inputs())
         P = tessel.world().create_cartesian_topology_partition(grid)
         if entry.spread is not None:
             inputs = entry.spread(inputs, P)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tessel.core.boxes import Interval
 from tessel.core.context import is_compiling
 from tessel.core.layout import Layout, Shape
+from tessel.core.memory_format import is_channels_last, memory_format
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Window
@@ -222,8 +223,8 @@ class AveragePool(Pool):
 
     def whole(self, x: Tensor) -> Tensor:
         last = () if len(self.windows) == 1 else (self.divisor_override,)
-        result: Tensor = self.function(x, *self.arguments, self.count_include_pad, *last)
-        return result
+        arguments = (*self.arguments, self.count_include_pad, *last)
+        return _averaged(self.function, x, any(each.before for each in self.windows), arguments)
 
     def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor:
         least = frame.kernel if len(self.windows) == 3 else None  # what torch's own asks for
@@ -231,9 +232,11 @@ class AveragePool(Pool):
         kernel, stride, padding = frame.kernel, frame.stride, frame.padding
         if len(kernel) == 1:  # torch's own in one dimension takes no divisor
             sizes = (1, *kernel), (1, *stride), (0, *padding)
-            sums = F.avg_pool2d(x.unsqueeze(-2), *sizes, True, True, 1).squeeze(-2)
+            rows, settings = x.unsqueeze(-2), (*sizes, True, True, 1)
+            sums = _averaged(F.avg_pool2d, rows, any(padding), settings).squeeze(-2)
         else:
-            sums = self.function(x, kernel, stride, padding, True, True, 1)
+            averaging = (kernel, stride, padding, True, True, 1)
+            sums = _averaged(self.function, x, any(padding), averaging)
         sums = cropped(sums, frame.outputs)
         # how many values each output is the mean of, as a number if that is the same for all
         divisor: Any = self.divisor_override
@@ -250,6 +253,20 @@ class AveragePool(Pool):
         if sums.is_floating_point():
             return sums / divisor
         return torch.div(sums, divisor, rounding_mode="trunc")
+
+
+def _averaged(function: Any, x: Tensor, pads: bool, arguments: tuple[Any, ...]) -> Tensor:
+    """Torch's own pool, with channels where they were.
+
+    On GPUs its gradient is wrong if it pads and channels lie last (up to torch 2.13, and pools
+    along one dimension, too: https://github.com/pytorch/pytorch/issues/188344).
+    """
+    image = x if x.dim() > 3 else x.unsqueeze(-2)  # as torch has a row
+    is_wrong = pads and x.is_cuda and image.dim() == 4 and is_channels_last(image)
+    result: Tensor = function(x.contiguous() if is_wrong else x, *arguments)
+    if is_wrong and image is x:
+        result = result.contiguous(memory_format=memory_format(x))
+    return result
 
 
 @lru_cache(maxsize=1024)
