@@ -22,11 +22,11 @@ import tessel
 from tessel.data import FromArray, PartDataset, PartLoader
 from tessel.testing import WorkerPool
 
-VOLUMES = (2, 1, 512, 128, 256)  # two samples, of 134 MB each
-WORKERS = 8  # parts of 17 MB
+VOLUMES = (2, 1, 640, 128, 256)  # two samples, of 168 MB each
+WORKERS = 10  # parts of 17 MB
 # bytes, besides what a worker has before it trains: three parts, of which one is read ahead, and
 # what is freed between them and too short to be used again
-MAY_HOLD = 60 << 20
+MAY_HOLD = 78 << 20
 
 
 class UNet(torch.nn.Module):

@@ -1,6 +1,7 @@
 """Under autocast functions give the dtypes of one process, on workers with any number of values.
 
-Tests `tensor/rules/products.py`, `tensor/rules/fourier.py`, `tensor/overlapped_convolution.py`.
+Tests `tensor/autocasting.py`, `tensor/rules/products.py`, `tensor/rules/fourier.py`,
+`tensor/overlapped_convolution.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 
 import tessel
 from parity import values
+from spread_cases import Case
 from tessel import Layout
+from test_spread import CASES, flat
 
 Run = Callable[..., list[Any]]
 Compute = Callable[[Any], Any]
@@ -67,3 +70,51 @@ def check(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_dtypes_are_those_of_one_process(run: Run, name: str, nprocs: int) -> None:
     run(check, name, nprocs=nprocs)
+
+
+SHARES = 4  # tests of all cases, each with some of them
+SHORT = (torch.float16, torch.bfloat16)
+EXCEPT = (
+    "operator: adaptive pool",  # autocast is above it, and knows another operator
+    *(name for name, case in CASES.items() if case.may_raise or case.may_gather),
+    *(name for name in CASES if "random" in name or "dropout" in name),
+)
+
+
+def check_cases(device: str, share: int) -> int:
+    """All functions of `test_spread.py`; what one process refuses is left out."""
+    count = 0
+    for name in [each for each in CASES if each not in EXCEPT][share::SHARES]:
+        for dtype in (torch.float32, torch.bfloat16):
+            count += _check_case(name, CASES[name], dtype, device)
+    return count
+
+
+def _check_case(name: str, case: Case, dtype: torch.dtype, device: str) -> bool:
+    short = {torch.float64: dtype, torch.complex128: torch.complex64}
+    operands = [case.operand(k) for k in range(len(case.shapes))]
+    operands = [each.to(device, short.get(each.dtype, each.dtype)) for each in operands]
+    try:
+        with torch.autocast(device, torch.bfloat16):
+            expected = flat(case.does(*operands))
+    except RuntimeError:  # of short numbers
+        return False
+    shape, world = operands[0].shape, tessel.world()
+    for dim in {0, len(shape) - 1}:
+        layout = Layout.split(world, shape, [0 if k == dim else None for k in range(len(shape))])
+        spread = [tessel.spread(operands[0], layout), *operands[1:]]
+        with torch.autocast(device, torch.bfloat16):
+            got = flat(case.does(*spread))
+        for k, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+            what = f"{name} of {dtype}, split along {dim}: output {k}"
+            if isinstance(theirs, torch.Tensor):
+                part = mine.local if isinstance(mine, tessel.Tensor) else mine
+                found = {mine.dtype, part.dtype}
+                assert found == {theirs.dtype}, f"{what}: {found}, expected {theirs.dtype}"
+    return True
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_all_functions_have_the_dtypes_of_one_process(run: Run, share: int) -> None:
+    counts = run(check_cases, "cpu", share, nprocs=3)
+    assert min(counts) > len(CASES) / SHARES

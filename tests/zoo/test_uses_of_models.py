@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import tessel
@@ -42,11 +42,12 @@ class Used:
     Only the first worker has the model alone, which would cost all of them the same time.
     """
 
-    def __init__(self, entry: ZooEntry, grid: Grid, model: nn.Module) -> None:
-        self.entry, self.model = entry, model.train(entry.uses_in_training)
+    def __init__(self, entry: ZooEntry, grid: Grid, model: nn.Module, device: str) -> None:
+        self.entry, self.device = entry, device
+        self.model = model.train(entry.uses_in_training).to(device)
         self.grid = tessel.world().create_cartesian_topology_partition(grid)
         self.is_first = self.grid.rank == self.grid.ranks[0]
-        self.inputs = entry.inputs()
+        self.inputs = tree_map_only(Tensor, lambda each: each.to(device), entry.inputs())
         spread = entry.spread or (lambda inputs, P: tree_map(self.part, inputs))
         self.parts = spread(self.inputs, self.grid)
         if entry.draws:  # the numbers that spread tensors draw
@@ -368,9 +369,9 @@ def halved(
 ) -> tuple[dict[Any, Tensor], dict[str, Tensor]]:
     """Outputs and gradients of a model in single precision under autocast."""
     with floating(torch.float32):
-        model, scaler = singled(model), torch.amp.GradScaler("cpu", init_scale=64.0)
+        model, scaler = singled(model), torch.amp.GradScaler(used.device, init_scale=64.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(used.device, torch.bfloat16):
             outputs = used.called(model, tree_map(single, inputs))
         scaler.scale(total(x.float() for x in outputs)).backward()
         scaler.unscale_(optimizer)
@@ -419,7 +420,7 @@ USES = (
 )
 
 
-def check_uses(package: str, name: str, grid: Grid) -> UsesResult:
+def check_uses(package: str, name: str, grid: Grid, device: str = "cpu") -> UsesResult:
     """What each use of an entry comes to; on all workers."""
     (entry,) = (each for each in entries_of(package) if each.name == name)
     result = UsesResult(package, name, "×".join(map(str, grid)))
@@ -427,7 +428,7 @@ def check_uses(package: str, name: str, grid: Grid) -> UsesResult:
     model = made_in_double(entry)
     with floating(torch.float64), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        used = Used(entry, grid, model)
+        used = Used(entry, grid, model, device)
         for use in USES:
             start = time.process_time()
             try:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda"))  # behind tests/common
-from entries import FILES, ZooEntry, ZooResult, entries_of, examine
+from entries import FILES, UsesResult, ZooEntry, ZooResult, entries_of, examine
 from test_nccl_ranks import over_nccl
+from test_uses_of_models import AloneError, check_uses, grid_of
 
 WORKERS = 2
 # Torch itself raises: cuDNN computes no gradients in evaluation mode, and some entries make tensors
@@ -75,3 +76,32 @@ def test_models_are_exact(package: str, share: int) -> None:
     entries = {each.name: each for each in share_of(package, share)}
     wrong = [each for each in results if not is_as_expected(each, entries[each.name])]
     assert not wrong, "\n\n".join(f"{each.name}, {each.split}: {each.said}" for each in wrong)
+
+
+def use_share(package: str, share: int) -> list[UsesResult]:
+    """Put entries to all uses, where they are split over two workers."""
+    found = []
+    for entry in share_of(package, share):
+        grid = grid_of(entry)
+        if not entry.raises and math.prod(grid) == WORKERS:
+            try:
+                found.append(check_uses(package, entry.name, grid, "cuda"))
+            except AloneError:  # torch itself does not compute its gradients there
+                continue
+    return found
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("package", FILES)
+def test_models_remain_exact_in_use(package: str, share: int) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed: make zoo")
+    results = over_nccl(use_share, WORKERS, package, share, timeout=SECONDS)[0]
+    entries = {each.name: each for each in share_of(package, share)}
+    failed = [
+        f"{each.name}, {use}: {said}"
+        for each in results
+        for use, said in each.failed.items()
+        if use not in entries[each.name].unsupported
+        and (each.name != POOLS or torch_pools_rightly())
+    ]
+    assert not failed, "\n\n".join(failed)

@@ -11,7 +11,7 @@ from torch._C import _functorch as functorch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
-from tessel.tensor import attributes
+from tessel.tensor import attributes, autocasting
 from tessel.tensor.aten import ELEMENTWISE, OPERATORS, below_autograd, of_values
 from tessel.tensor.gathering import is_random, may_gather, of_whole, shared, without_rule
 from tessel.tensor.grids import on_one_grid
@@ -152,7 +152,17 @@ def rule_of(name: str) -> Rule:
         return found
     if found is None and is_pointwise(name) and not is_in_place(name):
         return at_once
-    return follow
+    return follow_cast if autocasting.may_be_cast(name) else follow
+
+
+def follow_cast(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The rule of a function whose operands autocast may cast before."""
+    device = autocasting.device_of_cast(name, args, kwargs)
+    if not device:
+        return follow(name, func, args, kwargs)
+    args, kwargs = autocasting.cast(name, device, args, kwargs)
+    with torch.autocast(device, enabled=False):
+        return follow(name, func, args, kwargs)
 
 
 def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

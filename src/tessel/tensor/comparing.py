@@ -100,7 +100,8 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call a torch function on spread tensors, after all of their workers said that they do so."""
     name = call.name_of(func)
     # what computes or moves something, rather than tell a fact
-    counts = name in _COMPARED_FACTS or call.rule_of(name) in (call.at_once, call.follow)
+    computes = (call.at_once, call.follow, call.follow_cast)
+    counts = name in _COMPARED_FACTS or call.rule_of(name) in computes
     if _inside.get() or is_compiling() or not counts:
         return call.above(func, args, kwargs)
     # the first operand may hold anything before it is overwritten

@@ -18,6 +18,7 @@ from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    as_autocast,
     as_spread,
     held_layouts,
     made,
@@ -76,9 +77,9 @@ def multi_dot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def matrix_power(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Squares of squares, as many as the power has binary digits."""
     x, power = args[0], argument(args, kwargs, 1, "n")
-    outlines(func, args, kwargs)  # torch's own error
     if power < 0:
         x, power = torch.linalg.inv(x), -power
+    outlines(func, (x, power), {})  # torch's own error
     # the power of zero as a sum with x, so that it lies as x does
     found = x - x + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if not power else None
     while power:
@@ -91,7 +92,7 @@ def matrix_power(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
 @rule("linalg_vecdot", plain=True)
 def vecdot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Σ conj(x) y along a dimension."""
-    x, y = args[0], argument(args, kwargs, 1, "y")
+    x, y = as_autocast(args[0]), as_autocast(argument(args, kwargs, 1, "y"))
     outlines(func, (x, y), kwargs)  # torch's own error
     return (x.conj() * y if x.is_complex() else x * y).sum(kwargs.get("dim", -1))
 

@@ -58,8 +58,7 @@ _SEVERAL = {
 @rule(*(f"fft_{kind}" for kind in _SEVERAL))
 def transform(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Along one dimension."""
-    x, kind = _in_single(args[0]), name.removeprefix("fft_")
-    args = x, *args[1:]
+    x, kind = args[0], name.removeprefix("fft_")
     outlines(func, args, kwargs)  # torch's own errors
     (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout)
     n, norm = argument(args, kwargs, 1, "n"), argument(args, kwargs, 3, "norm")
@@ -69,8 +68,7 @@ def transform(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule(*(f"fft_{kind}{count}" for kind in _SEVERAL for count in ("2", "n")))
 def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Along several dimensions, two by default or all."""
-    x, layout = _in_single(args[0]), args[0]._layout
-    args = x, *args[1:]
+    x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)
     lengths = argument(args, kwargs, 1, "s")
     given = argument(args, kwargs, 2, "dim", (-2, -1) if name.endswith("2") else None)
@@ -91,14 +89,6 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
     ]
     steps[-1] = replace(steps[-1], kind=last)
     return _transformed(kind, x, steps)
-
-
-def _in_single(x: Tensor) -> Tensor:
-    """Of short numbers those in float32, which autocast on processors has transforms of."""
-    is_short = x.dtype in (torch.bfloat16, torch.float16)
-    is_cast = is_short and x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    single: Any = x.float() if is_cast else x
-    return single
 
 
 def _transformed(kind: str, x: Tensor, steps: list[TransformStep]) -> Tensor:

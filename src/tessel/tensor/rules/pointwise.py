@@ -26,6 +26,7 @@ from tessel.tensor.aliases import (
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    as_autocast,
     check_fits,
     check_together,
     check_whole,
@@ -297,7 +298,8 @@ def tells_strides(layout: Layout, dims: tuple[int, ...] = ()) -> bool:
 @rule("prelu")
 def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """With a slope for all channels, or for each."""
-    weight = kwargs["weight"] if len(args) == 1 else args[1]
+    weight = as_autocast(kwargs["weight"] if len(args) == 1 else args[1])
+    args = as_autocast(args[0]), weight
     if not all(map(is_whole, held_layouts(weight))):
         ones = [1] * (args[0].dim() - 2)
         slopes = weight.reshape((-1, *ones) if weight.numel() > 1 else ())

@@ -1,0 +1,136 @@
+"""Autocast: operands of functions that torch computes in single precision, or in the widest dtype.
+
+They are cast as torch does it, before a rule moves or combines anything, and autocast is off while
+it does. Otherwise torch would cast parts where a worker has values, and not where it has none; and
+the functions that a rule consists of are other ones, which are cast in other ways.
+
+What torch computes in a shorter dtype, as products, is cast by its rule (`table.as_autocast`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, reduce
+from typing import Any
+
+import torch
+
+from tessel.tensor.table import Arguments, Settings, mapped, named, tensors
+
+# Of the operators that autocast knows, those that it computes in its own dtype,
+_SHORTER = frozenset(
+    (
+        *("_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose"),
+        *(f"conv{dim}d" for dim in (1, 2, 3)),
+        *(f"conv_transpose{dim}d" for dim in (1, 2, 3)),
+        *("conv_tbc", "mm", "mv", "bmm", "addmm", "addmv", "addr", "addbmm", "baddbmm", "matmul"),
+        *("linear", "chain_matmul", "linalg_multi_dot", "linalg_vecdot", "einsum", "prelu"),
+        *("scaled_dot_product_attention", "_scaled_dot_product_flash_attention"),
+        *("_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer"),
+        *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "gru_cell", "lstm_cell"),
+        *("rnn_relu_cell", "rnn_tanh_cell"),
+    )
+)
+# and in the widest dtype of their operands. All others it computes in single precision.
+_WIDEST = frozenset(
+    (
+        *("addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "index_copy", "stack"),
+        *("index_put", "scatter_add", "tensordot", "vdot"),
+    )
+)
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}  # of torch's dispatcher
+
+# functions whose operator has another name
+_OPERATORS: dict[str, str | Callable[..., str]] = {
+    "grid_sample": "grid_sampler",
+    "softmin": "softmax",
+    "special_softmax": "softmax",
+    "special_log_softmax": "log_softmax",
+    "special_logsumexp": "logsumexp",
+    "cross_entropy": "nll_loss",
+    "linalg_norm": "linalg_vector_norm",
+    "vector_norm": "linalg_vector_norm",
+    "max_unpool1d": "max_unpool2d",
+    "adaptive_max_pool3d_with_indices": "adaptive_max_pool3d",
+    **{f"fractional_max_pool{dim}d_with_indices": f"fractional_max_pool{dim}d" for dim in (2, 3)},
+    # other operators where they have weights: their rule finds the dtype
+    **dict.fromkeys(("l1_loss", "mse_loss"), ""),
+    **{f"fft_{name}": "fft_fftn" for name in ("hfft2", "hfftn", "ihfft2", "ihfftn")},
+}
+
+
+def _of_arguments(function: Callable[..., str]) -> Callable[..., str]:
+    """Let this find the operator of the function with its name, which arguments decide about."""
+    _OPERATORS[function.__name__] = function
+    return function
+
+
+@_of_arguments
+def pad(args: Arguments, kwargs: Settings) -> str:
+    given = named(args, kwargs, pad=(), mode="constant", value=None)
+    kinds = {"reflect": "reflection", "replicate": "replication"}
+    return f"{kinds.get(given['mode'], given['mode'])}_pad{len(given['pad']) // 2}d"
+
+
+@_of_arguments
+def interpolate(args: Arguments, kwargs: Settings) -> str:
+    given = named(args, kwargs, size=None, scale_factor=None, mode="nearest")
+    if given["mode"] == "area":
+        return f"adaptive_avg_pool{args[0].dim() - 2}d"
+    of_one = {"nearest": "upsample_nearest1d", "nearest-exact": "_upsample_nearest_exact1d"}
+    return of_one.get(given["mode"], "upsample_linear1d")  # others are cast as these
+
+
+_OPERATORS["upsample"] = interpolate
+
+
+@_of_arguments
+def local_response_norm(args: Arguments, kwargs: Settings) -> str:
+    return f"avg_pool{2 if args[0].dim() < 4 else 3}d"
+
+
+@cache
+def _known(device: str) -> frozenset[str]:
+    """The operators that autocast does not compute in its own dtype on a type of device."""
+    key = _KEYS.get(device)
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(key) if key else ()
+    names = {each.removeprefix("aten::").partition(".")[0] for each in found}
+    # torch multiplies its operands element by element, which autocast has nothing to do with
+    return frozenset(names - _SHORTER | {"bilinear"})
+
+
+@cache
+def may_be_cast(name: str) -> bool:
+    """Whether autocast may cast the operands of a function before its rule, on some device."""
+    return name in _OPERATORS or any(name in _known(device) for device in _KEYS)
+
+
+def device_of_cast(name: str, args: Arguments, kwargs: Settings) -> str:
+    """The type of device on which autocast would cast the operands of a call; or nothing."""
+    device = next(tensors(args, kwargs)).device.type
+    if not torch.is_autocast_enabled(device) or kwargs.get("out") is not None:
+        return ""
+    return device if _operator(name, args, kwargs) in _known(device) else ""
+
+
+def _operator(name: str, args: Arguments, kwargs: Settings) -> str:
+    found = _OPERATORS.get(name, name)
+    return found if isinstance(found, str) else found(args, kwargs)
+
+
+def cast(name: str, device: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
+    """The arguments of a call as torch would cast them; what is longer than single stays."""
+    dtype = torch.float32
+    if _operator(name, args, kwargs) in _WIDEST:
+        dtypes = [each.dtype for each in tensors(args, kwargs) if _is_castable(each, device)]
+        dtype = reduce(torch.promote_types, dtypes) if dtypes else dtype
+
+    def as_torch(value: Any) -> Any:
+        return value.to(dtype) if _is_castable(value, device) else value
+
+    return mapped(as_torch, args), mapped(as_torch, kwargs)
+
+
+def _is_castable(value: Any, device: str) -> bool:
+    is_there = isinstance(value, torch.Tensor) and value.device.type == device
+    return is_there and value.dtype in (torch.float16, torch.bfloat16, torch.float32)
