@@ -451,6 +451,24 @@ def test_each_module_is_named_by_a_test_file() -> None:
     assert [f for f, stem in modules.items() if stem not in stems and f not in named] == []
 
 
+def test_a_test_file_has_the_name_of_what_it_tests() -> None:
+    """Of a module or a package; the docstring of any other says which modules it tests."""
+    tests = Path(__file__).parent
+    unnamed = []
+    for package in sorted(path for path in SOURCE.iterdir() if (path / "__init__.py").exists()):
+        if package.name == "examples":  # its tests run what is in examples/
+            continue
+        for path in sorted((tests / package.name).rglob("test_*.py")):
+            folder = SOURCE / path.parent.relative_to(tests)
+            name = path.stem.removeprefix("test_")
+            if (folder / f"{name}.py").exists() or (folder / name).is_dir() or name == folder.name:
+                continue
+            said = ast.get_docstring(ast.parse(path.read_text())) or ""
+            if not re.search(r"^Tests `", said, re.MULTILINE):
+                unnamed.append(str(path.relative_to(tests)))
+    assert unnamed == []
+
+
 def aliases(path: Path) -> Iterator[str]:
     """The names like those of classes, as `Shape`, that a module itself gives to something."""
     for node in ast.parse(path.read_text()).body:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tensor"))  # behind tests/common
-from test_autocast import SHARES, check_cases
+from test_autocasting import SHARES, check_cases
 from test_nccl_ranks import SECONDS, over_nccl
 
 

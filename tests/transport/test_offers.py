@@ -2,6 +2,8 @@
 
 The steps are those of `offer_block` and of `await_block` with `read_blocks` (engine.c), one shared
 access each. The receiver may stop waiting at any time, and read a block itself.
+
+Tests `transport/constants.py`.
 """
 
 from __future__ import annotations
