@@ -15,6 +15,7 @@ import tessel
 from registry import KINDS, Grid, Side, even, flat, random, shapes_of, shuffled, uneven
 from tessel import Layout, Partition
 from tessel.core.layout import Cut
+from tessel.core.partition import HypotheticalPartition
 
 # Where everything lies.
 
@@ -223,3 +224,37 @@ def test_a_layout_that_was_made_before_is_given_again_with_its_own_partition() -
     assert Layout.split(P, (4, 6), (-2, None), shared=[-1]) == first
     with pytest.raises(TypeError):
         Layout.split(P, (4, 6), (0.0, None), shared=[1])  # type: ignore[list-item]
+
+
+def layouts_of_one_shared_value() -> list[Layout]:
+    world = tessel.world()
+    first = world.create_partition_inclusive([0])
+    alone = first.create_cartesian_topology_partition((1, 1))
+    row = world.create_cartesian_topology_partition((world.size, 1))
+    kept = Layout.split(row, (4, 6), (None, 1), shared=(0,))
+    return [Layout.balanced(alone, (4, 6)), kept, Layout.balanced(row, (4, 6))]
+
+
+def test_one_worker_has_all_of_what_lies_in_parts(run: Any) -> None:
+    """`is_whole` says where values lie, `is_shared` how the layout was made."""
+    alone, kept, split = run(layouts_of_one_shared_value, nprocs=2)[0]
+    assert (alone.is_whole, alone.is_shared) == (True, False)
+    assert (kept.is_whole, kept.is_shared) == (True, False)
+    assert (split.is_whole, split.is_shared) == (False, False)
+    assert kept.gathered([1]).is_shared
+
+
+def test_other_dimensions_host_what_becomes_whole() -> None:
+    P = HypotheticalPartition((2, 3))
+    layout = Layout.balanced(P, (4, 12))
+    there = layout.hosted((1,))
+    assert [cut.axes for cut in there.cuts] == [(0,), ()]  # 4 are too few for 6 workers
+    assert there.shared == (1,)
+    long = Layout.balanced(P, (12, 12))
+    assert [cut.axes for cut in long.hosted((1,)).cuts] == [(0, 1), ()]
+    assert long.hosted((1,)).recut(0, long.cuts[0]).separate == (1,)
+    both = long.with_whole(0, 12)
+    assert [cut.axes for cut in both.hosted((2,), first=(0,)).cuts] == [(1,), (0,), ()]
+    assert long.split_like((12, 6)).cuts == (long.cuts[0], Cut((1,), ((0, 2), (2, 4), (4, 6))))
+    assert long.hosted((1,)).reshaped_along((12, 5), (1,)).cuts[1] == Cut.whole(5)
+    assert long.of_dim(1) == Layout(P, (12,), (long.cuts[1],))

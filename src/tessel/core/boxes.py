@@ -110,6 +110,12 @@ class Balanced(Sequence[Interval]):
         return repr(tuple(self))
 
 
+def balanced_as(intervals: Sequence[Interval], length: int) -> Sequence[Interval]:
+    """As many balanced parts of another length, listed only if the intervals are."""
+    split = Balanced if isinstance(intervals, Balanced) else balanced
+    return split(length, len(intervals))
+
+
 def shift(interval: Interval, offset: int) -> Interval:
     """Move an interval by `offset`."""
     return interval[0] + offset, interval[1] + offset

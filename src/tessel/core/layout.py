@@ -187,6 +187,19 @@ class Layout:
         return cls.split(partition, lengths, [None] * len(lengths), everywhere)
 
     @classmethod
+    @transport.kept_in_job
+    def of_cuts(cls, partition: Partition, shape: Shape, cuts: tuple[Cut, ...]) -> Layout:
+        """These cuts; along axes that split nothing, workers share one value.
+
+        >>> import tessel
+        >>> tessel.Layout.of_cuts(tessel.world(), (6,), (Cut.whole(6),)).shared
+        (0,)
+        """
+        taken = {axis for cut in cuts for axis in cut.axes}
+        shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
+        return cls(partition, shape, cuts, shared)
+
+    @classmethod
     def blocks_along(
         cls, partition: Partition, axes: tuple[int, ...], local_shapes: Sequence[Shape]
     ) -> Layout:
@@ -218,7 +231,7 @@ class Layout:
         lengths = tuple(shape)
         if lengths not in self._resized:
             cuts = tuple(
-                Cut(cut.axes, boxes.balanced(as_int(length), len(cut.intervals)))
+                Cut(cut.axes, boxes.balanced_as(cut.intervals, as_int(length)))
                 for cut, length in zip(self.cuts, lengths, strict=True)
             )
             found = replace(self, shape=lengths, cuts=cuts)
@@ -251,6 +264,81 @@ class Layout:
             cuts[dim] = Cut.whole(self.shape[dim])
         return replace(self, cuts=tuple(cuts), shared=tuple(sorted({*self.shared, *axes})))
 
+    @transport.kept_in_job
+    def split_like(self, shape: Shape) -> Layout:
+        """A tensor of another shape that lies as this one, balanced where its lengths differ."""
+        even = self.resized(shape)
+        cuts = tuple(
+            old if n == m else new
+            for old, new, n, m in zip(self.cuts, even.cuts, self.shape, shape, strict=True)
+        )
+        return replace(even, cuts=cuts)
+
+    @transport.kept_in_job
+    def recut(self, dim: int, cut: Cut, length: int | None = None) -> Layout:
+        """The same with one dimension cut otherwise, and of another length if one is given."""
+        shape = list(self.shape)
+        shape[dim] = shape[dim] if length is None else length
+        cuts = (*self.cuts[:dim], cut, *self.cuts[dim + 1 :])
+        return replace(self, shape=tuple(shape), cuts=cuts)
+
+    @transport.kept_in_job
+    def reshaped_along(self, shape: Shape, dims: tuple[int, ...]) -> Layout:
+        """With other lengths of dimensions that are whole."""
+        cuts = tuple(
+            Cut(cut.axes, ((0, shape[dim]),)) if dim in dims else cut
+            for dim, cut in enumerate(self.cuts)
+        )
+        return replace(self, shape=shape, cuts=cuts)
+
+    @transport.kept_in_job
+    def with_whole(self, dim: int, length: int) -> Layout:
+        """With one more dimension, which is whole."""
+        shape = (*self.shape[:dim], length, *self.shape[dim:])
+        cuts = (*self.cuts[:dim], Cut.whole(length), *self.cuts[dim:])
+        return Layout(self.partition, shape, cuts, self.shared)
+
+    @transport.kept_in_job
+    def of_dim(self, dim: int) -> Layout:
+        """How a vector lies that has a value for each index of a dimension."""
+        return Layout(self.partition, (self.shape[dim],), (self.cuts[dim],), self.shared)
+
+    @transport.kept_in_job
+    def hosted(self, dims: tuple[int, ...], first: tuple[int, ...] = ()) -> Layout:
+        """With some dimensions whole, on as many workers as it can be; itself, if they are.
+
+        The axes that split them go over to the longest other dimensions, their hosts, of those in
+        `first` if one is long enough. Along an axis without a host workers share one value.
+
+        >>> import tessel
+        >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
+        >>> layout.hosted((0,)) is layout
+        True
+        """
+        if not any(map(self.is_split, dims)):
+            return self
+        sizes = self.partition.shape
+        cuts = list(self.cuts)
+        for dim in dims:
+            cuts[dim] = Cut.whole(self.shape[dim])
+        shared = list(self.shared)
+        for axis in (axis for dim in dims for axis in self.cuts[dim].axes):
+            hosts = [
+                dim
+                for dim, cut in enumerate(cuts)
+                if dim not in dims and self.shape[dim] >= len(cut.intervals) * sizes[axis]
+            ]
+            if not hosts or sizes[axis] == 1:
+                shared.append(axis)
+                continue
+            # the longest parts, so that what remains of them is even
+            hosts = [dim for dim in hosts if dim in first] or hosts
+            host = max(hosts, key=lambda dim: self.shape[dim] / len(cuts[dim].intervals))
+            axes = (*cuts[host].axes, axis)
+            count = len(cuts[host].intervals) * sizes[axis]
+            cuts[host] = Cut(axes, boxes.balanced(self.shape[host], count))
+        return replace(self, cuts=tuple(cuts), shared=tuple(sorted(shared)))
+
     def embedded(self, before: Sequence[int], after: Sequence[int]) -> Layout:
         """The same parts as those of a tensor that is longer, by indices that nobody stores.
 
@@ -268,6 +356,21 @@ class Layout:
         """The axes along which copies are separate values."""
         taken = {axis for cut in self.cuts for axis in cut.axes} | set(self.shared)
         return tuple(axis for axis in range(self.partition.dim) if axis not in taken)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every worker has the whole tensor, as one shared value; one worker always has."""
+        sizes = self.partition.shape
+        split = any(len(cut.intervals) > 1 for cut in self.cuts)
+        return not split and all(sizes[axis] == 1 for axis in self.separate)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all axes hold copies of one value, also those of size one.
+
+        Stricter than `is_whole`: a layout in parts stays one on a grid of a single worker.
+        """
+        return len(self.shared) == self.partition.dim
 
     @cached_property
     def summed(self) -> Layout:

@@ -12,7 +12,6 @@ from tessel.distributed.shardings import Sharding, UnknownSharding
 from tessel.primitives.shard_layouts import layout_of_parts
 from tessel.tensor import Tensor
 from tessel.tensor.create import Where
-from tessel.tensor.table import is_whole
 
 
 def agreed_part(part: torch.Tensor, sharding: Sharding, call: str) -> Tensor:
@@ -71,7 +70,7 @@ def sharding_within(layout: Layout) -> Sharding | None:
     if row.size == 1:  # an axis says which dimension would be split over more
         split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
         split = split if len(split) == 1 else []
-    if not split and is_whole(layout):
+    if not split and layout.is_whole:
         return None
     axes = [axis for axis, size in enumerate(layout.partition.shape) if size > 1]
     for dim in split if len(split) == 1 else ():

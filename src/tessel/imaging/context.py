@@ -321,11 +321,6 @@ def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
     return None
 
 
-def is_whole(layout: Layout) -> bool:
-    """Whether every worker holds the whole tensor, as one shared value."""
-    return len(layout.shared) == layout.partition.dim
-
-
 def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> list[int]:
     """The items of one worker, in ascending order.
 

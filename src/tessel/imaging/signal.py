@@ -21,7 +21,7 @@ from tessel.core import (
     checksum_of,
     shared_whole,
 )
-from tessel.imaging.context import DistributedContext, drifted, is_whole
+from tessel.imaging.context import DistributedContext, drifted
 
 Grid = Partition | Layout | Sequence[int]
 
@@ -108,7 +108,7 @@ class DistributedSignal:
     @property
     def is_whole(self) -> bool:
         """Whether every worker holds all of it."""
-        return is_whole(self.layout)
+        return self.layout.is_shared
 
     def update_(self, data: Tensor | None, source: int | None = None) -> None:
         """Take a copy of new values, the same on all workers that hold the same part.

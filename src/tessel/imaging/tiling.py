@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from tessel.core import Box, Cut, Interval, Layout, Move, boxes, shared_whole
-from tessel.imaging.context import is_whole, local_indices
+from tessel.imaging.context import local_indices
 from tessel.imaging.distribution_strategies.strategies import (
     BasicStrategy,
     CoreAndRead,
@@ -287,7 +287,7 @@ class LocalWindows(Tiling):
 def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     """The tiling of an image in this layout that sends least."""
     # Of a whole image each worker reads any window without a message: they are dealt out evenly.
-    if is_whole(layout):
+    if layout.is_shared:
         # Cores cover the image once, as far as the library knows: what a user's strategy puts
         # together may overlap.
         is_ours = type(strategy) in (SmartTilingStrategy, BasicStrategy)

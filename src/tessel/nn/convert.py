@@ -68,7 +68,7 @@ from tessel.tensor.shared_random import (
     has_common_seed,
     seed_generators,
 )
-from tessel.tensor.table import gathered, in_backward, is_whole, running
+from tessel.tensor.table import gathered, in_backward, running
 from tessel.tensor.tensor import is_spread
 from tessel.transport import kept_in_job
 
@@ -338,7 +338,7 @@ class ModelConversion:
 
 def _make_plain(values: dict[str, Any], make: Callable[[Tensor, bool], Tensor]) -> None:
     for name, value in values.items():
-        if isinstance(value, SpreadTensor) and is_whole(value.layout):
+        if isinstance(value, SpreadTensor) and value.layout.is_whole:
             values[name] = make(value.local.detach(), value.requires_grad)
 
 

@@ -55,7 +55,7 @@ def on_grid(partition: Partition, shape: Shape) -> Layout:
     return split_along(partition.create_cartesian_topology_partition(fine), shape, axes)
 
 
-def is_whole(layout: Layout, dim: int) -> bool:
+def undivided(layout: Layout, dim: int) -> bool:
     """Whether nobody has only a part of a dimension: one place along its axes has all of it."""
     cut, length = layout.cuts[dim], layout.shape[dim]
     if isinstance(cut.intervals, Balanced):  # several parts are meant to be several
@@ -70,21 +70,14 @@ def _whole_part(cut: Cut, length: int) -> int | None:
     return lengths.index(length) if length in lengths else None
 
 
-def with_cut(layout: Layout, dim: int, cut: Cut, length: int) -> Layout:
-    """With another cut of one dimension, and another length."""
-    shape, cuts = list(layout.shape), list(layout.cuts)
-    shape[dim], cuts[dim] = length, cut
-    return replace(layout, shape=tuple(shape), cuts=tuple(cuts))
-
-
 def with_length(layout: Layout, dim: int, length: int) -> Layout:
     """With another length of a dimension that is whole."""
     cut = layout.cuts[dim]
     if isinstance(cut.intervals, Balanced):
-        return with_cut(layout, dim, Cut(cut.axes, Balanced(length, len(cut.intervals))), length)
+        return layout.recut(dim, Cut(cut.axes, Balanced(length, len(cut.intervals))), length)
     full = _whole_part(cut, layout.shape[dim])
     intervals = tuple((0, length) if k == full else (0, 0) for k in range(len(cut.intervals)))
-    return with_cut(layout, dim, Cut(cut.axes, intervals), length)
+    return layout.recut(dim, Cut(cut.axes, intervals), length)
 
 
 def with_batch(layout: Layout, columns: Sequence[int] | None) -> Layout:
@@ -220,26 +213,17 @@ def axes_in(grid: Shape, fine: Shape) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def like(target: Layout, here: Layout) -> Layout:
-    """As a target lies, for a tensor whose dimensions still have other lengths."""
-    cuts = tuple(
-        cut if end == length else balanced_cut(target.partition, length, cut.axes)
-        for cut, end, length in zip(target.cuts, target.shape, here.shape, strict=True)
-    )
-    return replace(target, shape=here.shape, cuts=cuts)
-
-
 def hostings(here: Layout) -> Iterator[Layout]:
     """The axes of the grid on some dimensions that are long enough for them, the others whole."""
     D = len(here.shape)
     axes = [axis for cut in here.cuts for axis in cut.axes]
     for count in range(1, min(len(axes), D) + 1):
         for hosts in combinations(range(D), count):
-            if (there := hosted(here, hosts, axes)) is not None:
+            if (there := _placed(here, hosts, axes)) is not None:
                 yield there
 
 
-def hosted(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout | None:
+def _placed(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout | None:
     """With all axes on these dimensions; those that are there stay.
 
     None if the dimensions are too short, or if all lies so already.

@@ -22,12 +22,10 @@ from tessel.operators.layouts import (
     balanced_cut,
     examined,
     hostings,
-    is_whole,
-    like,
     num_different,
     numel_sent,
+    undivided,
     unevenness,
-    with_cut,
     with_length,
 )
 from tessel.operators.restriction import ParRestriction
@@ -261,15 +259,15 @@ def _adds_zeros(task: OperatorTask) -> bool:
 def _is_local(task: OperatorTask, here: Layout) -> bool:
     if isinstance(task.actor, ParRestriction):
         return True
-    return all(is_whole(here, dim) for dim in task.mixed)
+    return all(undivided(here, dim) for dim in task.mixed)
 
 
 def _after(task: OperatorTask, here: Layout) -> Layout:
     """How the result of a task lies."""
     for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
-        if isinstance(task.actor, ParRestriction) and not is_whole(here, dim):
+        if isinstance(task.actor, ParRestriction) and not undivided(here, dim):
             # Each worker keeps what it has: parts become uneven, but nothing moves.
-            here = with_cut(here, dim, _restricted(task.actor, here.cuts[dim]), after)
+            here = here.recut(dim, _restricted(task.actor, here.cuts[dim]), after)
         elif before != after:
             here = with_length(here, dim, after)
     return here
@@ -292,7 +290,7 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
     candidates: Iterable[Layout] = hostings(here)
     changes_grid = target is not None and target.partition.shape != here.partition.shape
     if target is not None:
-        goal = like(target, here)
+        goal = target.split_like(here.shape)
         candidates = chain([goal], hostings(goal) if changes_grid else (), candidates)
     workers = examined(here.partition)
     best: tuple[Any, Layout] | None = None
@@ -306,12 +304,12 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
             more = int(target is not None and not alike(end, target))
         elif target is not None:
             last = left.copy()
-            final, _ = _drain(last, like(target, end), target, patient)
+            final, _ = _drain(last, target.split_like(end.shape), target, patient)
             more = 1 if not last and alike(final, target) else 2
         tasks = len(left.tasks) - len(waiting.tasks)
         sent = 0
         if target is not None and changes_grid:
-            legs = (here, there), (there, like(target, there))
+            legs = (here, there), (there, target.split_like(there.shape))
             sent = sum(numel_sent(*leg, worker) for leg in legs for worker in workers)
         # Transfers cost the most, so few of them come first; then few values that travel, then even
         # parts. On one grid the fewest dimensions that lie in another way say as much as the values

@@ -8,7 +8,7 @@ from math import prod
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
-from tessel.operators.layouts import alike, box_of, is_whole
+from tessel.operators.layouts import alike, box_of, undivided
 from tessel.operators.leaf import Leaf
 from tessel.operators.planning import Local, OperatorPlan
 from tessel.operators.tasks import OperatorTask
@@ -51,7 +51,7 @@ def storage_of(plan: OperatorPlan) -> Storage:
                     used = needed(leaf, task, step.before)
                     lengths = enumerate(used.shape)
                     # Where some worker needs all of it anyway, splitting would only cost messages.
-                    is_all = all(length == 1 or is_whole(used, dim) for dim, length in lengths)
+                    is_all = all(length == 1 or undivided(used, dim) for dim, length in lengths)
                     found[leaf] = whole(leaf, used) if is_all else used
     return found
 

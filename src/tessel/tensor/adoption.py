@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from tessel.core.agreement import agree
 from tessel.core.layout import Layout
 from tessel.core.linop import is_traced
-from tessel.tensor.table import in_backward, in_checkpoint, is_whole, outlining, running, tensors
+from tessel.tensor.table import in_backward, in_checkpoint, outlining, running, tensors
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.unfinished import Zeros, left_unfinished, may_wait
 
@@ -96,7 +96,7 @@ def adopted(x: torch.Tensor, target: Layout | None, view: torch.Tensor | None = 
     the values of before. Garbage that is not collected yet may be among them on some workers, so
     all agree.
     """
-    if target is None or is_whole(target) or tuple(x.shape) != target.shape or outlining.get():
+    if target is None or target.is_whole or tuple(x.shape) != target.shape or outlining.get():
         return False
     # What a checkpoint computes again, perhaps outside of the model, must be what it computed.
     model = running.get()

@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tessel import transport
 from tessel.core.layout import Layout
-from tessel.tensor.table import Arguments, Settings, is_whole, made, rule
+from tessel.tensor.table import Arguments, Settings, made, rule
 from tessel.tensor.tensor import Tensor, absent, open_part, open_plain
 
 OF_THE_WHOLE = frozenset(
@@ -291,7 +291,7 @@ def check_values(x: Tensor, what: str) -> None:
     """Raise unless every worker has all values."""
     if x._layout.is_outside:
         raise absent(what, x._layout)
-    if not is_whole(x._layout):
+    if not x._layout.is_whole:
         raise ValueError(
             f"{what} needs all values, and this worker has a part of {x._layout}; gather them "
             f"first, on all workers: x.full()"
@@ -316,7 +316,7 @@ def alike(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
     named = [kwargs[key] for key in ("input", "other") if key in kwargs]
     x, y, *bounds = (*args, *named) if len(args) < 2 else args
     rest = {key: each for key, each in kwargs.items() if key not in ("input", "other")}
-    if all(is_whole(each._layout) for each in (x, y) if isinstance(each, Tensor)):
+    if all(each._layout.is_whole for each in (x, y) if isinstance(each, Tensor)):
         return bool(value(name, func, (x, y, *bounds), rest))
     if name == "allclose":
         return bool(torch.isclose(x, y, *bounds, **rest).all())
@@ -335,7 +335,7 @@ def formatted(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
     """Of a tensor without dimensions the number, as torch has it; nothing is sent."""
     x, form = args
     layout = x._layout
-    is_here = is_whole(layout) and not layout.is_outside
+    is_here = layout.is_whole and not layout.is_outside
     is_shown = is_here and (form or not layout.shape)
     return format(open_part(x).detach(), form) if is_shown else repr(x)
 
@@ -347,7 +347,7 @@ def shown(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
     if "_unfinished" in x.__dict__:  # workers that show nothing would not help to finish it
         return f"tessel.Tensor(shape={tuple(x._layout.shape)}, {x._layout}, not computed yet)"
     layout, part = x._layout, x._part
-    if is_whole(layout) and not layout.is_outside:
+    if layout.is_whole and not layout.is_outside:
         where = f"whole on {layout.partition}"
         values = str(part.detach())
     else:

@@ -25,7 +25,7 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.linop import Tensors, record_map
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.tensor.table import recut, widened
+from tessel.tensor.table import widened
 from tessel.tensor.tensor import move
 from tessel.transport import Group, kept_in_job, this_worker
 
@@ -132,7 +132,7 @@ class Operand:
             for place in range(len(schedule.rows))
         )
         dim = len(self.layout.shape) + self.columns
-        return move(self.layout, recut(self.layout, dim, Cut(schedule.axes, intervals)))
+        return move(self.layout, self.layout.recut(dim, Cut(schedule.axes, intervals)))
 
 
 def pieces_of(held: Sequence[Tensor | None], operands: Sequence[Operand], tile: Tile) -> list[Any]:

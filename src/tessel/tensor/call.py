@@ -61,7 +61,6 @@ from tessel.tensor.table import (
     as_spread,
     held_layouts,
     in_order,
-    is_whole,
     made,
     mapped,
     outlining,
@@ -169,7 +168,7 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Code that nobody can look into: of whole operands, with the same random numbers on all."""
     args, kwargs = mapped(_summed, args), mapped(_summed, kwargs)
     layouts = held_layouts(args, kwargs)
-    if not may_gather() and not all(map(is_whole, layouts)):
+    if not may_gather() and not all(each.is_whole for each in layouts):
         raise unsupported(name, "scripted code has no rule", *layouts)
     number = common_number(layouts[0].partition)
     with torch.random.fork_rng(devices=()):
@@ -327,7 +326,7 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     ):
         return _written_back(name, args, kwargs)
     layouts = held_layouts(args, kwargs)
-    if not all(map(is_whole, layouts)):
+    if not all(each.is_whole for each in layouts):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
     if name in _RESHAPE_IN_PLACE:  # the part would, and the wrapper would not know
         raise unsupported(name, "a spread tensor cannot change its shape in place", *layouts)

@@ -21,7 +21,6 @@ from tessel.tensor.table import (
     Settings,
     UnsupportedError,
     as_spread,
-    is_whole,
     mapped,
     spread_among,
 )
@@ -161,7 +160,7 @@ def noted_gathers() -> Iterator[list[Gather]]:
 
 def say(name: str, spread: list[Tensor]) -> None:
     """Warn, once for each place in the user's code and each module that comes there."""
-    split = [each for each in spread if not is_whole(each._layout)]
+    split = [each for each in spread if not each._layout.is_whole]
     if not split:
         return
     place = current_place()

@@ -10,7 +10,7 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.tensor.rules.pointwise import is_in_place
-from tessel.tensor.table import Arguments, Settings, mapped, of_cuts, spread_among
+from tessel.tensor.table import Arguments, Settings, mapped, spread_among
 from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
@@ -68,7 +68,7 @@ def nearest_on(partition: Partition, layout: Layout) -> Layout:
             if len(intervals) != places:
                 intervals = boxes.balanced(layout.shape[dim], places)
             cuts.append(Cut(along[dim], intervals))
-        options.append(of_cuts(partition, layout.shape, tuple(cuts)))
+        options.append(Layout.of_cuts(partition, layout.shape, tuple(cuts)))
 
     def changed(option: Layout) -> tuple[int, int]:
         """How many values workers do not have yet in this layout, and not any more."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from tessel.core.layout import Cut, Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
-from tessel.tensor.table import recut
 from tessel.transport import kept_in_job
 
 
@@ -38,7 +37,7 @@ class PeriodicHalo(LinearOperator):
         # The values that are put before belong to the first part, those behind to the last.
         parts[0] = (0, parts[0][1])
         parts[-1] = (parts[-1][0], longer.shape[dim])
-        self.codomain = recut(longer, dim, Cut(axes, tuple(parts)))
+        self.codomain = longer.recut(dim, Cut(axes, tuple(parts)))
 
     def _apply(self, x: Tensor) -> Tensor:
         dim, ends = self.dim, self._ends
@@ -71,7 +70,7 @@ class PeriodicHalo(LinearOperator):
         if between < 0:
             return None
         ends = ((length - self.before, length), *[(0, 0)] * between, (0, self.after))
-        return Move(self.domain, recut(self.domain, self.dim, Cut(cut.axes, ends)))
+        return Move(self.domain, self.domain.recut(self.dim, Cut(cut.axes, ends)))
 
     @cached_property
     def _is_first(self) -> bool:

@@ -25,7 +25,7 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.partition import Partition
-from tessel.tensor.table import gathered, of_cuts, recut
+from tessel.tensor.table import gathered
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job, this_worker
 
@@ -218,8 +218,7 @@ def _shifted(
     n = len(lengths)
     by_owner = tuple(by_reader[(k - shift) % n] for k in range(n))
     source, target = (
-        recut(layout, dim, Cut(axes, intervals), sum(lengths))
-        for intervals in (by_owner, by_reader)
+        layout.recut(dim, Cut(axes, intervals), sum(lengths)) for intervals in (by_owner, by_reader)
     )
     return move(source, target)
 
@@ -230,7 +229,7 @@ def _one_each(partition: Partition, axes: tuple[int, ...]) -> Layout:
     n = 1
     for axis in axes:
         n *= partition.shape[axis]
-    return of_cuts(partition, (n,), (Cut(axes, tuple((k, k + 1) for k in range(n))),))
+    return Layout.of_cuts(partition, (n,), (Cut(axes, tuple((k, k + 1) for k in range(n))),))
 
 
 @torch.no_grad()
@@ -238,5 +237,5 @@ def told(partition: Partition, axes: tuple[int, ...], numbers: Tensor) -> Any:
     """What the workers along some axes say, a row of numbers each, on all of them."""
     one_each = _one_each(partition, axes)
     (n,), (cut,) = one_each.shape, one_each.cuts
-    rows = of_cuts(partition, (n, len(numbers)), (cut, Cut.whole(len(numbers))))
+    rows = Layout.of_cuts(partition, (n, len(numbers)), (cut, Cut.whole(len(numbers))))
     return move(rows, gathered(rows, (0,))).apply(numbers.reshape(1, -1))

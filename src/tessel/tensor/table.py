@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from types import FunctionType, MethodDescriptorType
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Layout, Shape
 from tessel.core.linop import is_derived
 from tessel.core.numbers import to_keep
 from tessel.core.partition import Partition
@@ -239,45 +238,6 @@ def as_spread(value: torch.Tensor, partition: Partition) -> Tensor:
     )
 
 
-@kept_in_job
-def is_whole(layout: Layout) -> bool:
-    """Whether every worker has the whole tensor, as one shared value."""
-    sizes = layout.partition.shape
-    split = any(len(cut.intervals) > 1 for cut in layout.cuts)
-    return not split and all(sizes[axis] == 1 for axis in layout.separate)
-
-
-@kept_in_job
-def of_cuts(partition: Partition, shape: Shape, cuts: tuple[Cut, ...]) -> Layout:
-    """The layout of these cuts; along axes that split nothing, workers share one value."""
-    taken = {axis for cut in cuts for axis in cut.axes}
-    shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
-    return Layout(partition, shape, cuts, shared)
-
-
-@kept_in_job
-def of_dim(layout: Layout, dim: int) -> Layout:
-    """How a vector lies that has a value for each index of a dimension."""
-    return Layout(layout.partition, (layout.shape[dim],), (layout.cuts[dim],), layout.shared)
-
-
-@kept_in_job
-def recut(layout: Layout, dim: int, cut: Cut, length: int | None = None) -> Layout:
-    """The same with one dimension cut otherwise, and of another length if one is given."""
-    shape = list(layout.shape)
-    shape[dim] = shape[dim] if length is None else length
-    cuts = (*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :])
-    return replace(layout, shape=tuple(shape), cuts=cuts)
-
-
-@kept_in_job
-def with_whole(layout: Layout, dim: int, length: int) -> Layout:
-    """The same with one more dimension, which is whole."""
-    shape = (*layout.shape[:dim], length, *layout.shape[dim:])
-    cuts = (*layout.cuts[:dim], Cut.whole(length), *layout.cuts[dim:])
-    return Layout(layout.partition, shape, cuts, layout.shared)
-
-
 class ApartError(ValueError):
     """That tensors lie on different workers or grids."""
 
@@ -324,7 +284,7 @@ def as_autocast(x: torch.Tensor) -> torch.Tensor:
 def check_whole(name: str, *values: Any) -> None:
     """Raise if operands that a function takes whole are split."""
     layouts = held_layouts(values)
-    if not all(map(is_whole, layouts)):
+    if not all(each.is_whole for each in layouts):
         raise unsupported(name, "all but its first argument must be whole", *layouts)
 
 
@@ -343,7 +303,7 @@ def whole_part(value: Any, x: Layout) -> Any:
             f"the weight is on other workers than the input: {layout} and {x}; move one of them "
             "with x.move_to(...)"
         )
-    return open_part(value) if is_whole(layout) else value.full()
+    return open_part(value) if layout.is_whole else value.full()
 
 
 def moved(x: Tensor, target: Layout) -> torch.Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core import Layout, Partition, Shape, agree, checksum_of
-from tessel.imaging.context import is_whole
 from tessel.imaging.parts.operators import (
     Chain,
     Convolution,
@@ -55,7 +54,7 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
     >>> tessel.imaging.parts.partition_physics(blank, tessel.Layout.balanced(P, (1, 2))).is_local
     True
     """
-    if is_whole(layout):
+    if layout.is_shared:
         return Whole(physics)
     rule = rule_of(physics, layout.shape)
     first = layout.partition.ranks[0]

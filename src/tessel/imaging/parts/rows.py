@@ -26,7 +26,6 @@ from tessel.core import (
     replicate,
     shared_whole,
 )
-from tessel.imaging.context import is_whole
 from tessel.imaging.parts.layouts import check_parts
 from tessel.transport import kept_in_job
 
@@ -149,7 +148,7 @@ class WholeRows(Rows):
 @kept_in_job
 def rows_of(layout: Layout) -> Rows:
     """The rows of a layout; all workers of the job make them together."""
-    if is_whole(layout):  # the only place where calls on whole images and on parts are told apart
+    if layout.is_shared:  # the only place where calls on whole images and on parts are told apart
         return WholeRows(layout)
     rows = Rows(layout)
     # Groups of workers are made by all workers of the job in one order, those of other rows
@@ -169,6 +168,6 @@ def whole_rows(partition: Partition, shape: Shape) -> Rows:
 
 def rows_of_operators(layout: Layout | None, everyone: Partition) -> Rows:
     """The rows that share out operators of an image; None or whole: all workers, for any shape."""
-    if layout is None or is_whole(layout):
+    if layout is None or layout.is_shared:
         return whole_rows(everyone, ())
     return rows_of(layout)

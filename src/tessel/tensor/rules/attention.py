@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.context import is_compiling, setting
-from tessel.core.layout import Cut, Shape
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import in_transform, record_map
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.block_sum import Operand, Tile
@@ -32,7 +32,6 @@ from tessel.tensor.table import (
     arguments_of,
     as_autocast,
     made,
-    of_cuts,
     open_part,
     outlines,
     outlining,
@@ -210,7 +209,7 @@ class _AttentionCall:
         length, features = q.shape[-2], terms.shape[-1]
         shape = (*batch, length, features)
         wholes = (Cut.whole(length), Cut.whole(features))
-        source = of_cuts(self.partition, shape, (*cuts, *wholes))
+        source = Layout.of_cuts(self.partition, shape, (*cuts, *wholes))
         source = replace(
             source, shared=tuple(axis for axis in source.shared if axis not in schedule.axes)
         )
@@ -228,8 +227,8 @@ class _AttentionCall:
         shape = (places, *there.shape[:-2], *lengths)
         cuts = (*there.cuts[:-2], *map(Cut.whole, lengths))
         row = Cut(axes, tuple((place, place + 1) for place in range(places)))
-        source = of_cuts(self.partition, shape, (row, *cuts))
-        target = of_cuts(self.partition, shape, (Cut.whole(places), *cuts))
+        source = Layout.of_cuts(self.partition, shape, (row, *cuts))
+        target = Layout.of_cuts(self.partition, shape, (Cut.whole(places), *cuts))
         return move(source, target).apply(own.unsqueeze(0)).amax(0)
 
 

@@ -23,9 +23,7 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.tensor.block_sum import ROWS, BlockSchedule, Operand
-from tessel.tensor.rules.hosting import hosted, split_like
 from tessel.tensor.rules.products import planned
-from tessel.tensor.table import recut
 from tessel.transport import kept_in_job
 
 GATHERED = 1 << 16  # values of keys and values that go to all workers: one message is quicker
@@ -107,7 +105,7 @@ class AttentionPlanner:
         return tuple(
             each
             if each is None or number == 3
-            else hosted(each, tuple(len(each.shape) - n for n in range(count, 0, -1)))
+            else each.hosted(tuple(len(each.shape) - n for n in range(count, 0, -1)))
             for number, each in enumerate(layouts)
         )
 
@@ -202,7 +200,7 @@ class AttentionPlanner:
         """How the result shall lie: as the queries do; of plain ones, whole if there are few."""
         queries, result = self.layouts[0], self.wholes[1]
         if queries is not None and len(queries.shape) == len(result.shape):
-            return split_like(queries, result.shape)
+            return queries.split_like(result.shape)
         if not self.axes or (queries is None and self.are_few):
             return result
         return _cut(result, -2, self.rows)
@@ -275,7 +273,7 @@ class AttentionPlanner:
                     # the next place: for the way, these are heads of their own
                     heads = there.cuts[-3]
                     own = boxes.consecutive(stop - start for start, stop in heads.intervals)
-                    there = recut(there, len(there.shape) - 3, Cut(heads.axes, own), own[-1][1])
+                    there = there.recut(len(there.shape) - 3, Cut(heads.axes, own), own[-1][1])
                 taken = {axis for cut in there.cuts for axis in cut.axes}
                 shared = tuple(axis for axis in range(self.partition.dim) if axis not in taken)
                 operands.append(Operand(columns=dim, layout=replace(there, shared=shared)))

@@ -15,7 +15,6 @@ import torch
 
 from tessel.core.layout import Layout
 from tessel.core.shared import anchored_zeros, used
-from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.products import Contraction, planned
 from tessel.tensor.table import check_together, made, moved, outlines, outlining
 from tessel.tensor.tensor import Tensor
@@ -56,7 +55,7 @@ def plan_of(
     """How the operands and the result lie; mixed dimensions that are split go to hosts."""
     indices, output = equation
     layouts = tuple(
-        hosted(x._layout, tuple(dim for dim, letter in enumerate(letters) if letter in whole))
+        x._layout.hosted(tuple(dim for dim, letter in enumerate(letters) if letter in whole))
         if isinstance(x, Tensor)
         else None
         for x, letters in zip(operands, indices, strict=True)

@@ -12,7 +12,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.batched import holds_anywhere, whole_of
-from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.pointwise import pointwise
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
@@ -303,7 +302,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             f"`{name}`: expected indices of the shape of the input, {layout.shape}, got "
             f"{tuple(indices.shape)}"
         )
-    there = hosted(layout, space)
+    there = layout.hosted(space)
     if given["output_size"] is None:  # that of an image whose pool has the size of the input
         kernel, pads = tuple_of(given["kernel_size"], D), tuple_of(given["padding"] or 0, D)
         steps = kernel if given["stride"] is None else tuple_of(given["stride"], D)
@@ -316,6 +315,6 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise ValueError(f"`{name}`: an index is out of bounds for an output of size {size}")
     places = moved(as_spread(indices, layout.partition), there)
     given = {key: each for key, each in given.items() if each is not None} | {"output_size": size}
-    part, target = moved(x, there), reshaped_along(there, shape, space)
+    part, target = moved(x, there), there.reshaped_along(shape, space)
     y = func(part, places, **given) if part.numel() else anchored_zeros(target.local_shape, part)
-    return made(y, target).move_to(split_like(layout, shape))
+    return made(y, target).move_to(layout.split_like(shape))

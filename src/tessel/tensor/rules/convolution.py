@@ -33,7 +33,6 @@ from tessel.tensor.table import (
     Settings,
     as_autocast,
     check_dtypes,
-    is_whole,
     rule,
     whole_part,
 )
@@ -125,7 +124,7 @@ def convolve_with(
     """
     part, layout = opened(x)
     plan = None
-    if isinstance(weight, SpreadTensor) and not is_whole(weight._layout):
+    if isinstance(weight, SpreadTensor) and not weight._layout.is_whole:
         plan = _blocks_planned(layout, weight._layout, shape, settings.groups, outputs_first)
     outputs = settings.channels.outputs
     if bias is not None and bias.shape != (outputs,):  # of which a worker may see a part

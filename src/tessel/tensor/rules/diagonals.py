@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tessel.core.layout import Cut
+from tessel.core.layout import Cut, Layout
 from tessel.tensor.aliases import note_view
-from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.pointwise import changed, check_change
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
@@ -18,7 +17,6 @@ from tessel.tensor.table import (
     computed,
     made,
     moved,
-    of_cuts,
     opened,
     outlines,
     rule,
@@ -79,7 +77,7 @@ def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if x._layout.is_split(columns) and not x._layout.is_split(rows):
         rows, columns, offset = columns, rows, -offset  # it reads the same either way
     layout = x._layout
-    there = hosted(layout, (columns,))
+    there = layout.hosted((columns,))
     part, box = moved(x, there), there.box()
     assert box is not None
     y = computed(lambda z: z.diagonal(offset + box[rows][0], rows, columns), part)
@@ -89,7 +87,7 @@ def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         (min(max(a - first, 0), length), min(max(b - first, 0), length)) for a, b in cut.intervals
     )
     kept = [each for dim, each in enumerate(there.cuts) if dim not in (rows, columns)]
-    target = of_cuts(there.partition, shape, (*kept, Cut(cut.axes, entries)))
+    target = Layout.of_cuts(there.partition, shape, (*kept, Cut(cut.axes, entries)))
     return note_view(made(y, target), x, copied=there is not layout or name == "diag")
 
 
@@ -103,7 +101,7 @@ def diag_embed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         range(len(shape))[argument(args, kwargs, 3, "dim2", -1)],
     }
     layout, last = x._layout, len(x._layout.shape) - 1
-    there = hosted(layout, (last,))
+    there = layout.hosted((last,))
     others = iter(there.cuts[:-1])
     cuts = tuple(Cut.whole(n) if d in new else next(others) for d, n in enumerate(shape))
     shared = tuple(sorted({*there.shared, *there.cuts[-1].axes}))

@@ -22,7 +22,6 @@ from tessel.tensor.table import (
     arguments_of,
     as_spread,
     held_layouts,
-    is_whole,
     made,
     opened,
     outlines,
@@ -30,7 +29,6 @@ from tessel.tensor.table import (
     rule,
     spread_among,
     unsupported,
-    with_whole,
 )
 from tessel.tensor.tensor import Tensor
 
@@ -48,7 +46,7 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             "torch's `embedding` of a spread table with sparse=True: a spread tensor has no sparse "
             "gradient; leave it out, or take tessel.nn.ParallelEmbedding, whose shards have one"
         )
-    if is_whole(indices._layout) and isinstance(weight, Tensor) and not is_whole(weight._layout):
+    if indices._layout.is_whole and isinstance(weight, Tensor) and not weight._layout.is_whole:
         outlines(func, (indices, weight), given)  # torch's own errors
         options = EmbeddingOptions(**given).counted_from_front(weight.shape[0])
         return made(*look_up(parts(indices), *opened(weight), options))
@@ -57,7 +55,7 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             continue
         # the result, or the gradient, depends on all indices: every worker must have them
         layouts = held_layouts(indices, weight)
-        if not all(map(is_whole, layouts)):
+        if not all(each.is_whole for each in layouts):
             raise NotImplementedError(
                 f"torch's `embedding` of spread tensors: {key}={given[key]} needs all indices, got "
                 f"{', '.join(map(str, layouts))}; leave it out, or gather them first, by x.full()"
@@ -133,7 +131,7 @@ def one_hot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         count = int(args[0].max()) + 1 if count == -1 else count
     else:
         func(torch.empty(0, dtype=torch.int64), count)  # torch's own error
-    return made(func(part, count), with_whole(layout, len(layout.shape), count))
+    return made(func(part, count), layout.with_whole(len(layout.shape), count))
 
 
 @rule("bucketize", plain=True)

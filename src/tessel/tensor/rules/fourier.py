@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from tessel.core.layout import Layout
-from tessel.tensor.rules.hosting import along, hosted, split_like
+from tessel.tensor.rules.hosting import along
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.rules.transform_step import Frequencies, TransformStep, of_part
 from tessel.tensor.table import (
@@ -250,11 +250,11 @@ def _back(kind: str, x: Tensor, order: list[TransformStep], home: Layout) -> Ten
     else:
         y = modes.whole() if len(modes.pieces) > 1 else modes.pieces[0][1]
     for step in order:
-        y = y.move_to(hosted(y._layout, (step.dim,), step.hosts))
+        y = y.move_to(y._layout.hosted((step.dim,), step.hosts))
         y = step(zeros.widened(y, step.dim))
     if kind == "irfft" and y.is_complex():
         y = cast(Tensor, y.real)
-    return y.move_to(split_like(home, y._layout.shape))
+    return y.move_to(home.split_like(y._layout.shape))
 
 
 _BACK = frozenset(("ifft", "irfft", "hfft"))

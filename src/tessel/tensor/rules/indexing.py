@@ -30,7 +30,6 @@ from tessel.tensor.aliases import (
     put_back,
 )
 from tessel.tensor.rules.batched import whole_of
-from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
     indexed_lengths,
     is_mask,
@@ -58,14 +57,11 @@ from tessel.tensor.table import (
     computed,
     gathered,
     held_layouts,
-    is_whole,
     made,
     moved,
-    of_cuts,
     opened,
     outlines,
     parts,
-    recut,
     rule,
     shared_whole,
     unsupported,
@@ -369,14 +365,14 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
         check_range(index, dim, layout.shape[dim], negative=True)
     if len(indices) > 1:  # they are small beside what they pick
         indices = {dim: whole_of(index) for dim, index in indices.items()}
-    split = [each for each in held_layouts(list(indices.values())) if not is_whole(each)]
+    split = [each for each in held_layouts(list(indices.values())) if not each.is_whole]
     if split and split[0].partition != layout.partition:
         raise unsupported(name, "index tensors on other workers are not supported", layout, *split)
     if split:
         there = _beside(layout, tuple(indices), split[0])
         cuts = split[0].cuts
     else:
-        there = hosted(layout, tuple(indices))
+        there = layout.hosted(tuple(indices))
         cuts = tuple(Cut.whole(n) for n in shape)
     dims = sorted(indices)
     at = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
@@ -384,11 +380,11 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
     lengths = [layout.shape[dim] for dim in kept]
     lying = [there.cuts[dim] for dim in kept]
     all_cuts = (*lying[:at], *cuts, *lying[at:])
-    target = of_cuts(layout.partition, (*lengths[:at], *shape, *lengths[at:]), all_cuts)
+    target = Layout.of_cuts(layout.partition, (*lengths[:at], *shape, *lengths[at:]), all_cuts)
     key = tuple(parts(indices[d]) if d in indices else slice(None) for d in range(x.dim()))
     y = made(computed(lambda part: part[key], moved(x, there)), target)
     if len(shape) == len(indices) == 1 and not split:  # one dimension for one: it lies as before
-        return y.move_to(split_like(layout, target.shape))
+        return y.move_to(layout.split_like(target.shape))
     return y
 
 
@@ -480,7 +476,7 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     x, key, value = args[0], _without_arrays(args[1]), args[2]
     if not isinstance(x, Tensor):
         layouts = held_layouts(args)
-        if all(map(is_whole, layouts)):
+        if all(each.is_whole for each in layouts):
             func(*parts(args))
             return
         if not adopted(x, _around(name, x, key, value)):
@@ -547,7 +543,9 @@ def _around_region(layout: Layout, shape: Shape, items: tuple[Pick | None, ...])
             even = Cut(cut.axes, boxes.balanced(shape[dim], count))
             cuts[dim] = cut if n == shape[dim] else even
     whole = [Cut.whole(n) for n in shape]
-    return of_cuts(layout.partition, shape, tuple(cuts.get(d, w) for d, w in enumerate(whole)))
+    return Layout.of_cuts(
+        layout.partition, shape, tuple(cuts.get(d, w) for d, w in enumerate(whole))
+    )
 
 
 def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> None:
@@ -645,7 +643,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
         for dim, each in enumerate(items)
         if not isinstance(each, tuple) or each != everything[dim]
     )
-    there = hosted(layout, named)
+    there = layout.hosted(named)
     key = tuple(
         slice(None)
         if dim not in named
@@ -668,7 +666,9 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
     neighbours = picked == list(range(picked[0], picked[-1] + 1))
     at = picked[0] if neighbours else 0
     found = [*kept[:at], *((n, Cut.whole(n)) for n in shape), *kept[at:]]
-    region = of_cuts(layout.partition, tuple(n for n, _ in found), tuple(cut for _, cut in found))
+    region = Layout.of_cuts(
+        layout.partition, tuple(n for n, _ in found), tuple(cut for _, cut in found)
+    )
     return there, region, key
 
 
@@ -852,12 +852,12 @@ def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     check_range(index, dim, x.shape[dim])
     origin = x._layout
     x = x[corner]
-    there = hosted(x._layout, (dim,))
-    places = reshaped_along(there, shape, (dim,))
+    there = x._layout.hosted((dim,))
+    places = there.reshaped_along(shape, (dim,))
     spread = as_spread(index.reshape(shape), there.partition)
     chosen = moved(spread, places)
     y = made(computed(lambda part: part.gather(dim, chosen), moved(x, there)), places)
-    y = y.move_to(spread._layout if isinstance(index, Tensor) else split_like(origin, shape))
+    y = y.move_to(spread._layout if isinstance(index, Tensor) else origin.split_like(shape))
     return y.reshape(index.shape)
 
 
@@ -911,11 +911,11 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if y is not None:
             return y
     check_range(index, dim, layout.shape[dim])
-    there = hosted(x._layout, (dim,))
+    there = x._layout.hosted((dim,))
     places = there  # of the first indices, where they are; along `dim`, as many as there are
     for d, (cut, n) in enumerate(zip(there.cuts, shape, strict=True)):
         clipped = tuple((min(a, n), min(b, n)) for a, b in cut.intervals)
-        places = recut(places, d, Cut(cut.axes, ((0, n),) if d == dim else clipped), n)
+        places = places.recut(d, Cut(cut.axes, ((0, n),) if d == dim else clipped), n)
     chosen = moved(as_spread(index, there.partition), places)
     if isinstance(source, torch.Tensor):
         source = moved(as_spread(source, there.partition), places)
@@ -950,9 +950,9 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if y is not None:
         return y
     check_range(index, dim, layout.shape[dim], negative=counts_back)
-    there = hosted(x._layout, (dim,))
+    there = x._layout.hosted((dim,))
     if isinstance(source, torch.Tensor) and source.dim():
-        lying = reshaped_along(there, tuple(source.shape), (dim,))
+        lying = there.reshaped_along(tuple(source.shape), (dim,))
         source = moved(as_spread(source, there.partition), lying)
     elif isinstance(source, torch.Tensor):
         source = fitted(source, there)

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.rules.hosting import reshaped_along, split_like
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
     Arguments,
@@ -28,7 +27,6 @@ from tessel.tensor.table import (
     opened,
     outlines,
     parts,
-    recut,
     rule,
 )
 from tessel.tensor.tensor import Tensor
@@ -52,7 +50,7 @@ def joined(strips: Sequence[Strip], dim: int, target: Layout) -> Tensor:
             (min(max(a - offset, 0) + start, stop), min(max(b - offset, 0) + start, stop))
             for a, b in cut.intervals
         )
-        runs.append(moved(x, recut(target, dim, Cut(cut.axes, reads), x._layout.shape[dim])))
+        runs.append(moved(x, target.recut(dim, Cut(cut.axes, reads), x._layout.shape[dim])))
         offset += stop - start
     if len(target.shape) > 1:
         return made(torch.cat(runs, dim), target)
@@ -76,7 +74,7 @@ def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return as_spread(torch.cat(parts(list(given)), dim), held_layouts(given)[0].partition)
     # what is in more parts, and then what is larger, rather stays where it is
     most = max(layouts, key=lambda x: (prod(len(c.intervals) for c in x.cuts), prod(x.shape)))
-    target = split_like(most, shape)
+    target = most.split_like(shape)
     strips: list[Strip] = []
     for each in operands:
         x = as_spread(each.to(outline.dtype), target.partition)
@@ -145,7 +143,7 @@ def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     for dim in dims:
         length, cut = layout.shape[dim], layout.cuts[dim]
         mirrored = tuple((length - b, length - a) for a, b in cut.intervals)
-        opposite = recut(opposite, dim, Cut(cut.axes, mirrored))
+        opposite = opposite.recut(dim, Cut(cut.axes, mirrored))
     return made(moved(x, opposite).flip(dims), layout)
 
 
@@ -161,7 +159,7 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     touched = tuple(dim for dim, pair in enumerate(pairs) if pair != (0, 0))
     if not any(layout.is_split(dim) for dim in touched):
         part = moved(x, layout)
-        target = reshaped_along(layout, shape, touched)
+        target = layout.reshaped_along(shape, touched)
         if 0 in target.local_shape:  # torch refuses it, in some modes
             return made(anchored_zeros(target.local_shape, part), target)
         return made(func(part, *args[1:], **kwargs), target)
@@ -170,13 +168,13 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         for dim in touched:
             x = _BORDERS[mode](x, dim, *pairs[dim])
         return x
-    reads, target = layout, split_like(layout, shape)
+    reads, target = layout, layout.split_like(shape)
     for dim in touched:  # what each worker reads for its part of the padded tensor
         (before, _), n, cut = pairs[dim], layout.shape[dim], target.cuts[dim]
         inside = (
             (min(max(a - before, 0), n), min(max(b - before, 0), n)) for a, b in cut.intervals
         )
-        reads = recut(reads, dim, Cut(cut.axes, tuple(inside)))
+        reads = reads.recut(dim, Cut(cut.axes, tuple(inside)))
     part, box, own = moved(x, reads), target.box(), reads.box()
     assert box is not None and own is not None
     widths = []
@@ -200,7 +198,7 @@ def _in_a_circle(x: Tensor, dim: int, before: int, after: int) -> Tensor:
 
 
 def _longer(layout: Layout, dim: int, length: int) -> Layout:
-    return split_like(layout, (*layout.shape[:dim], length, *layout.shape[dim + 1 :]))
+    return layout.split_like((*layout.shape[:dim], length, *layout.shape[dim + 1 :]))
 
 
 def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., Tensor]:
@@ -217,7 +215,7 @@ def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
                 (int(found[a:b].min()), int(found[a:b].max()) + 1) if a < b else (0, 0)
                 for a, b in cut.intervals
             )
-        there = recut(layout, dim, Cut(cut.axes, reads))
+        there = layout.recut(dim, Cut(cut.axes, reads))
         part = moved(x, there)
         box, own = target.box(), there.box()
         assert box is not None and own is not None

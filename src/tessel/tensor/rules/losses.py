@@ -41,7 +41,6 @@ from tessel.tensor.table import (
     check_fits,
     gathered,
     held_layouts,
-    is_whole,
     made,
     moved,
     opened,
@@ -52,7 +51,6 @@ from tessel.tensor.table import (
     spread_among,
     unsupported,
     widened,
-    with_whole,
 )
 from tessel.tensor.tensor import Tensor, move
 from tessel.tensor.windowed import outline
@@ -390,11 +388,11 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     reduction = _reduction_of(given)
     target = given.pop("target")
     x = as_spread(given.pop("input"), first._layout.partition)
-    if isinstance(target, Tensor) and is_whole(x._layout) and not is_whole(target._layout):
+    if isinstance(target, Tensor) and x._layout.is_whole and not target._layout.is_whole:
         # an input that all workers have whole lies as the target does
         is_alike = target.dim() == x.dim()
         there = target._layout
-        x = x.move_to(there if is_alike else with_whole(there, dim, x._layout.shape[dim]))
+        x = x.move_to(there if is_alike else there.with_whole(dim, x._layout.shape[dim]))
     layout = x._layout
     is_probable = name == "cross_entropy" and x.shape == target.shape
     if not is_probable:

@@ -27,10 +27,8 @@ from tessel.tensor.table import (
     as_spread,
     computed,
     gathered,
-    is_whole,
     made,
     moved,
-    of_cuts,
     outlines,
     rule,
     unsupported,
@@ -96,7 +94,7 @@ def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout
         parts = prod(layout.partition.shape[axis] for axis in axes)
         cuts[masked] = [Cut.whole(length) for length in layout.shape[masked]]
         cuts[at] = Cut(axes, boxes.balanced(layout.shape[at], parts))
-    return of_cuts(layout.partition, layout.shape, tuple(cuts))
+    return Layout.of_cuts(layout.partition, layout.shape, tuple(cuts))
 
 
 @torch.no_grad()
@@ -120,13 +118,13 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
             )
     if len(lengths) < mask.dim():
         raise IndexError(f"too many indices for tensor of dimension {len(layout.shape)}")
-    lies = mask._layout if isinstance(mask, Tensor) and not is_whole(mask._layout) else None
+    lies = mask._layout if isinstance(mask, Tensor) and not mask._layout.is_whole else None
     if isinstance(mask, Tensor) and mask._layout.partition != layout.partition:
         raise ApartError(name, (layout, mask._layout))
     there = _in_runs(layout, lies, at, mask.dim())
     masked, cut, partition = slice(at, at + mask.dim()), there.cuts[at], layout.partition
     # The mask lies as the tensor: one shared value along axes that split other dimensions.
-    beside = of_cuts(partition, there.shape[masked], there.cuts[masked])
+    beside = Layout.of_cuts(partition, there.shape[masked], there.cuts[masked])
     part = moved(as_spread(mask.detach(), partition), beside)
     # how many values each interval of the first masked dimension picks, on all workers
     if len(cut.intervals) == 1:
@@ -136,14 +134,16 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
         counts = [int(whole[start:stop].sum()) for start, stop in cut.intervals]
     else:
         own = Cut(cut.axes, tuple((k, k + 1) for k in range(len(cut.intervals))))
-        source = of_cuts(partition, (len(cut.intervals),), (own,))
+        source = Layout.of_cuts(partition, (len(cut.intervals),), (own,))
         told = move(source, gathered(source, (0,))).apply(part.sum().reshape(1))
         counts = told.tolist()
     runs = boxes.consecutive(counts)
     shape, cuts = list(there.shape), list(there.cuts)
     shape[masked], cuts[masked] = [runs[-1][1]], [Cut(there.cuts[at].axes, runs)]
     # axes of masked dimensions of one part, beside the first, split nothing any more
-    return MaskedChoice(there, part, of_cuts(layout.partition, tuple(shape), tuple(cuts)), at)
+    return MaskedChoice(
+        there, part, Layout.of_cuts(layout.partition, tuple(shape), tuple(cuts)), at
+    )
 
 
 def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:

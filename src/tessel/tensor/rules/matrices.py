@@ -12,16 +12,13 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.gathering import gathered, shared
 from tessel.tensor.rules.batched import applied, holds_anywhere, plan_of
-from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
     Arguments,
     Settings,
     held_layouts,
-    is_whole,
     made,
     moved,
-    of_cuts,
     outlines,
     rule,
     tensors,
@@ -38,17 +35,17 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Every worker has whole matrices of its share of the batch."""
     x, layout = args[0], args[0]._layout
     last = len(layout.shape) - 2
-    if last < 1 and not is_whole(layout):
+    if last < 1 and not layout.is_whole:
         raise unsupported(name, "it has no rule for tensors that are split", layout)
     if [*tensors(args[1:], kwargs)]:  # of a number for each matrix others would need other parts
         raise unsupported(name, "tolerances that are tensors are not supported", layout)
     whole = outlines(func, args, kwargs)  # torch's own error
-    there = hosted(layout, (last, last + 1))
+    there = layout.hosted((last, last + 1))
     part = moved(x, there)
     members = whole if isinstance(whole, tuple) else (whole,)
     # Each result belongs to a matrix of the batch, and lies where that does.
     targets = [
-        of_cuts(there.partition, shape, (*there.cuts[:last], *map(Cut.whole, shape[last:])))
+        Layout.of_cuts(there.partition, shape, (*there.cuts[:last], *map(Cut.whole, shape[last:])))
         for shape in (tuple(each.shape) for each in members)
     ]
     if part.numel() or 0 in layout.shape[last:]:  # matrices without entries have determinants, too
@@ -61,7 +58,7 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         ]
         result = type(whole)(found) if isinstance(whole, tuple) else found[0]
     if name not in _NEVER_FAIL:
-        batch = of_cuts(there.partition, layout.shape[:last], there.cuts[:last])
+        batch = Layout.of_cuts(there.partition, layout.shape[:last], there.cuts[:last])
         if _fails(result is None, batch):
             return shared(func(*gathered(args), **kwargs), there.partition)
     if not isinstance(whole, tuple):
@@ -85,9 +82,7 @@ def _attempted(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _fails(here: bool, batch: Layout) -> bool:
     """Whether any worker has a matrix that a function cannot take: then all raise the same."""
     return (
-        here
-        if is_whole(batch)
-        else holds_anywhere(made(torch.full(batch.local_shape, here), batch))
+        here if batch.is_whole else holds_anywhere(made(torch.full(batch.local_shape, here), batch))
     )
 
 

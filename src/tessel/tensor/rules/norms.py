@@ -36,10 +36,8 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     held_layouts,
-    is_whole,
     made,
     named,
-    of_cuts,
     opened,
     rule,
     tensors,
@@ -139,7 +137,7 @@ class Gathering:
     def statistics(self) -> Layout:
         """Two statistics of the whole, one shared value along all axes that split none."""
         cuts = (Cut.whole(2), *self.cuts)
-        return of_cuts(self.layout.partition, (2, *self.lengths), cuts)
+        return Layout.of_cuts(self.layout.partition, (2, *self.lengths), cuts)
 
     def gather(self, *moments: Tensor) -> tuple[Tensor, ...]:
         """This worker's moments to those of all places, which are the first dimension."""
@@ -277,7 +275,7 @@ class Norm:
             raise RuntimeError(f"{name} is not differentiable with respect to running statistics")
         if any([isinstance(each, SpreadTensor) for each in given.values()]):
             changes = given.get("training", given.get("use_input_stats", False))
-            if changes and not all(map(is_whole, held_layouts(running))):
+            if changes and not all(each.is_whole for each in held_layouts(running)):
                 raise NotImplementedError(
                     "running statistics that are split cannot be changed in place; every worker "
                     "needs all of them, as plain tensors"
@@ -448,7 +446,7 @@ def _collecting(layout: Layout, dims: tuple[int, ...]) -> Move | None:
     if all(len(cut.intervals) == 1 for cut in cuts):
         return None
     shape = (2, *(layout.shape[dim] for dim in dims))
-    source = of_cuts(layout.partition, shape, (Cut.whole(2), *cuts))
+    source = Layout.of_cuts(layout.partition, shape, (Cut.whole(2), *cuts))
     return Move(source, Layout.whole(layout.partition, shape, shared=True))
 
 

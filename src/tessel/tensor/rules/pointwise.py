@@ -31,10 +31,8 @@ from tessel.tensor.table import (
     check_together,
     check_whole,
     held_layouts,
-    is_whole,
     made,
     moved,
-    of_cuts,
     opened,
     outlines,
     parts,
@@ -113,7 +111,7 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_in_place(name) or bool(kwargs.get("inplace")):  # the others lie as the first does
         first, layouts = args[0], held_layouts(args, kwargs)
         if not isinstance(first, Tensor):
-            if all(map(is_whole, layouts)):
+            if all(each.is_whole for each in layouts):
                 return func(*parts(args), **parts(kwargs))
             if not isinstance(first, torch.Tensor) or not adopted(
                 first, common_layout(name, [*args, *kwargs.values()])
@@ -226,7 +224,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
     fitting = [layout for layout in layouts if layout.shape == shape]
     if fitting:
         # What all workers have whole is there for any part: nothing moves if another one stays.
-        fitting = [each for each in fitting if not is_whole(each)] or fitting
+        fitting = [each for each in fitting if not each.is_whole] or fitting
         balanced = (each for each in fitting if each.cuts == each.resized(shape).cuts)
         return next(balanced, fitting[0])
     cuts = [Cut.whole(length) for length in shape]
@@ -238,7 +236,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
             if len(cut.intervals) > 1 and layout.shape[dim - first] == shape[dim] and is_free:
                 cuts[dim] = cut
                 taken |= {*cut.axes}
-    return of_cuts(layouts[0].partition, shape, tuple(cuts))
+    return Layout.of_cuts(layouts[0].partition, shape, tuple(cuts))
 
 
 def fitted(value: Any, target: Layout) -> Any:
@@ -300,7 +298,7 @@ def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """With a slope for all channels, or for each."""
     weight = as_autocast(kwargs["weight"] if len(args) == 1 else args[1])
     args = as_autocast(args[0]), weight
-    if not all(map(is_whole, held_layouts(weight))):
+    if not all(each.is_whole for each in held_layouts(weight)):
         ones = [1] * (args[0].dim() - 2)
         slopes = weight.reshape((-1, *ones) if weight.numel() > 1 else ())
         return torch.where(args[0] >= 0, args[0], slopes * args[0])
@@ -355,7 +353,7 @@ def new_layout(layout: Layout, shape: Shape) -> Layout | None:
     """
     if shape == layout.shape:
         return layout
-    if len(shape) != len(layout.shape) or is_whole(layout):
+    if len(shape) != len(layout.shape) or layout.is_whole:
         return None
     pairs = list(zip(layout.cuts, shape, strict=True))
     split = [len(cut.intervals) > 1 for cut in layout.cuts]
@@ -367,4 +365,4 @@ def new_layout(layout: Layout, shape: Shape) -> Layout | None:
         cut if n == m else Cut(cut.axes, boxes.balanced(n, len(cut.intervals)))
         for (cut, n), m in zip(pairs, layout.shape, strict=True)
     )
-    return of_cuts(layout.partition, shape, cuts)
+    return Layout.of_cuts(layout.partition, shape, cuts)

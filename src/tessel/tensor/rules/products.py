@@ -21,7 +21,6 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.overlapped_linear import can_overlap, multiply_part, takes_steps
-from tessel.tensor.rules.hosting import reshaped_along
 from tessel.tensor.rules.reductions import argument, without
 from tessel.tensor.table import (
     ApartError,
@@ -31,10 +30,8 @@ from tessel.tensor.table import (
     check_dtypes,
     gathered,
     held_layouts,
-    is_whole,
     made,
     moved,
-    of_dim,
     outlines,
     parts,
     rule,
@@ -181,7 +178,7 @@ def _shape(x: torch.Tensor) -> Shape:
 
 def _is_split(x: torch.Tensor | None) -> bool:
     """Whether this is a spread tensor of which workers have different parts."""
-    return isinstance(x, Tensor) and not is_whole(x._layout)
+    return isinstance(x, Tensor) and not x._layout.is_whole
 
 
 def summed(part: torch.Tensor, plan: Contraction) -> Tensor:
@@ -360,7 +357,7 @@ def bias_of(bias: torch.Tensor, terms: Layout, dim: int) -> torch.Tensor:
 
     It counts once, on the first of the workers whose terms are summed.
     """
-    own = operand(bias, of_dim(terms, dim))  # split as the dimension is, used along all axes
+    own = operand(bias, terms.of_dim(dim))  # split as the dimension is, used along all axes
     if _is_first_term(terms):
         return own
     return anchored_zeros(tuple(own.shape), own)  # not own * 0, which of inf is nan
@@ -446,4 +443,4 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     y = F.linear(part, weight, bias)
     if weight.dim() == 1:  # one output for each row, without a dimension
         return made(y, without(layout, (last,), False)[1])
-    return made(y, reshaped_along(layout, (*layout.shape[:-1], len(weight)), (last,)))
+    return made(y, layout.reshaped_along((*layout.shape[:-1], len(weight)), (last,)))

@@ -21,7 +21,6 @@ from tessel.core.shared import anchored_zeros
 from tessel.tensor.counter_random import normal, uniform, whole_numbers
 from tessel.tensor.gathering import gathered, may_gather, say
 from tessel.tensor.rules.batched import holds_anywhere
-from tessel.tensor.rules.hosting import hosted, reshaped_along
 from tessel.tensor.rules.pointwise import changed, check_change, is_in_place, pointwise
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.shared_random import common_number
@@ -30,7 +29,6 @@ from tessel.tensor.table import (
     Settings,
     as_spread,
     held_layouts,
-    is_whole,
     made,
     moved,
     opened,
@@ -331,9 +329,9 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         clocks = torch.empty_like(x, dtype=torch.float64).exponential_() / x
         return clocks.topk(count, -1, largest=False).indices
     last = x.dim() - 1
-    there = hosted(x._layout, (last,))
+    there = x._layout.hosted((last,))
     sums = moved(x, there).double().cumsum(-1)
-    target = reshaped_along(there, (*x.shape[:-1], count), (last,))
+    target = there.reshaped_along((*x.shape[:-1], count), (last,))
     levels = _even(target, x.device) * sums[..., -1:]
     # right: a level of zero, or between two places, belongs to one of positive weight
     places = torch.searchsorted(sums, levels, right=True)
@@ -350,7 +348,7 @@ def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     spread = list(spread_among(args, kwargs))
     layout = spread[0]._layout
     _check_generator(name, layout, kwargs)
-    if not may_gather() and not all(is_whole(each._layout) for each in spread):
+    if not may_gather() and not all(each._layout.is_whole for each in spread):
         raise unsupported(name, "it draws for whole tensors only", layout)
     say(name, spread)
     seed = common_number(layout.partition)

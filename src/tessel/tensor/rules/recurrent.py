@@ -20,14 +20,12 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.gathering import may_gather, of_whole
 from tessel.tensor.recurrence import Wave, pipeline, run_together
 from tessel.tensor.rules.batched import part_of, plan_of
-from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
     check_whole,
     held_layouts,
-    is_whole,
     made,
     moved,
     parts,
@@ -130,7 +128,7 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         # Sequences of different length, step by step in time: all workers compute all of them.
         # Not by `without_rule`: torch takes this for a random function, even without dropout.
         layouts = held_layouts(args, kwargs)
-        if not may_gather() and not all(map(is_whole, layouts)):
+        if not may_gather() and not all(each.is_whole for each in layouts):
             raise unsupported(name, "sequences of different length have to be whole", *layouts)
         return of_whole(name, func, args, kwargs)
     x, params, states = given["input"], given["params"], _as_list(given["hx"])
@@ -151,7 +149,7 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     # autocast may give states of another dtype than it got, which only some workers would know
     if isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type):
         # a sequence stays split in parts of which each time step is in one
-        time_steps = hosted(x._layout, (2,)).cuts[letters.index("t")].intervals
+        time_steps = x._layout.hosted((2,)).cuts[letters.index("t")].intervals
         if len(time_steps) > 1 and x._layout.owns_once and lengths["n"]:
             return _passed(name, func, given, x, states, width)
     batch = _planned(name, (letters, "lnh", "lnc")[: len(operands)], operands)
@@ -161,7 +159,7 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     settings = [given[key] for key in _SEQUENCE[3:]]
     y, *last = _computed(name, lambda *held: func(*held, *settings), batch, operands, params, lies)
     if isinstance(x, Tensor):  # results lie as the input did
-        y = y.move_to(split_like(x._layout, shape))
+        y = y.move_to(x._layout.split_like(shape))
     return (y, *last)
 
 
@@ -174,7 +172,7 @@ def _passed(
     before, which go opposite ways at the same time.
     """
     check_whole(name, given["params"])
-    there = hosted(x._layout, (2,))
+    there = x._layout.hosted((2,))
     batch_first, ways = given["batch_first"], 2 if given["bidirectional"] else 1
     time, batch = (1, 0) if batch_first else (0, 1)
     params = [used(parts(each), there) for each in given["params"]]
@@ -216,7 +214,7 @@ def _passed(
             at = wave.way.held_at(len(wave.way.order) - 1, depth, packed.shape[-1])
             ends.append(made(packed, at).move_to(wave.way.by_samples(at.shape)))
     shape = (*there.shape[:2], width * ways)
-    result = made(y, reshaped_along(there, shape, (2,))).move_to(split_like(x._layout, shape))
+    result = made(y, there.reshaped_along(shape, (2,))).move_to(x._layout.split_like(shape))
     final = torch.cat(ends) if len(ends) > 1 else ends[0]
     return (result, *final.split([each.shape[-1] for each in states], -1))
 

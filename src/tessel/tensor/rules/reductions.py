@@ -17,7 +17,7 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.linop import is_derived
 from tessel.core.shared import anchored_zeros, used
-from tessel.tensor.rules.hosting import along, hosted
+from tessel.tensor.rules.hosting import along
 from tessel.tensor.rules.pointwise import fitted, pointwise
 from tessel.tensor.table import (
     Arguments,
@@ -515,7 +515,7 @@ def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     if not x._layout.shape:  # of one value, along a dimension that torch lets it have
         return _alone(x, func, args, kwargs)
     (dim,) = dims_of(given, x._layout)
-    there = hosted(x._layout, (dim,))
+    there = x._layout.hosted((dim,))
     keepdim = argument(args, kwargs, place + 1, "keepdim", False)
     part = moved(x, there)
     try_values(lambda values: func(values, *args[1:], **kwargs), part, there)
@@ -536,7 +536,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         found = func(x.flatten(), q, 0, **settings)
         return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
     (dim,) = dims_of(dim, x._layout) or (0,)
-    there = hosted(x._layout, (dim,))
+    there = x._layout.hosted((dim,))
     _, target = without(there, (dim,), keepdim)
     if isinstance(q, torch.Tensor) and q.dim():
         first = Cut.whole(len(q))

@@ -21,12 +21,9 @@ from tessel.tensor.row_exchange import RowExchange, owners, place_of, told
 from tessel.tensor.table import (
     as_spread,
     computed,
-    is_whole,
     made,
     moved,
-    of_cuts,
     outlining,
-    recut,
     sliced,
 )
 from tessel.tensor.tensor import Tensor, open_part
@@ -48,15 +45,15 @@ def _index_layout(rows: Cut, length: int, index: Layout) -> Layout:
         # axes of one worker may split other dimensions of the tensor
         pairs = zip(index.cuts, index.shape, strict=True)
         kept = (cut if len(cut.intervals) > 1 else Cut.whole(n) for cut, n in pairs)
-        return of_cuts(index.partition, index.shape, tuple(kept))
+        return Layout.of_cuts(index.partition, index.shape, tuple(kept))
     n = len(rows.intervals)
     if index.shape == (length,):
-        return of_cuts(index.partition, index.shape, (rows,))
+        return Layout.of_cuts(index.partition, index.shape, (rows,))
     first = index.shape[0] >= n
     dim = 0 if first else max(range(len(index.shape)), key=lambda d: index.shape[d])
     cuts = [Cut.whole(m) for m in index.shape]
     cuts[dim] = Cut(rows.axes, boxes.balanced(index.shape[dim], n))
-    return of_cuts(index.partition, index.shape, tuple(cuts))
+    return Layout.of_cuts(index.partition, index.shape, tuple(cuts))
 
 
 def rows_at(x: Tensor, dim: int, index: torch.Tensor, negative: bool = True) -> Tensor:
@@ -73,7 +70,9 @@ def rows_at(x: Tensor, dim: int, index: torch.Tensor, negative: bool = True) -> 
     spread = as_spread(index, partition)
     lies = _index_layout(rows, length, spread._layout)
     shape = (*layout.shape[:dim], *index.shape, *layout.shape[dim + 1 :])
-    target = of_cuts(partition, shape, (*layout.cuts[:dim], *lies.cuts, *layout.cuts[dim + 1 :]))
+    target = Layout.of_cuts(
+        partition, shape, (*layout.cuts[:dim], *lies.cuts, *layout.cuts[dim + 1 :])
+    )
     part = open_part(x)
     if outlining.get():  # nobody can say which rows these are, and none of them comes here
         return made(anchored_zeros(target.local_shape, part), target)
@@ -101,7 +100,7 @@ def _exchange_of(
     """
     rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
     mine = moved(index, lies).reshape(-1).long()
-    if is_whole(index._layout):
+    if index._layout.is_whole:
         whole = open_part(index).long()
         check_range(whole, dim, length, negative)
         # for each entry of the index, the place of the worker that has it
@@ -224,9 +223,9 @@ def written_rows(
         given = as_spread(values, partition)
     if outlining.get():
         return x + anchored_zeros((), x, *([] if given is None else [open_part(given)]))
-    if given is None and not is_whole(spread._layout):
+    if given is None and not spread._layout.is_whole:
         spread = as_spread(spread.full(), partition)
-    if is_whole(spread._layout) and (given is None or is_whole(given._layout)):
+    if spread._layout.is_whole and (given is None or given._layout.is_whole):
         # every worker has all that is written, and takes what belongs to its rows
         start, stop = rows.intervals[place_of(partition, rows.axes)]
         whole = open_part(spread).long()
@@ -237,7 +236,7 @@ def written_rows(
             number = sliced(values, layout) if isinstance(values, torch.Tensor) else values
             return write(x, whole[mine] - start, number)
         # whole along the axes that split the rows, a copy for each worker of its own
-        there = recut(layout, dim, Cut.whole(given.shape[dim]), given.shape[dim])
+        there = layout.recut(dim, Cut.whole(given.shape[dim]), given.shape[dim])
         return write(x, whole[mine] - start, moved(given, there).index_select(dim, mine))
     assert given is not None
     length = given.shape[dim]
@@ -251,8 +250,8 @@ def written_rows(
         ),
         Cut(rows.axes, boxes.balanced(length, len(rows.intervals))),
     )
-    part = moved(given, recut(layout, dim, lies, length))
-    along = of_cuts(partition, (length,), (lies,))
+    part = moved(given, layout.recut(dim, lies, length))
+    along = Layout.of_cuts(partition, (length,), (lies,))
     exchange, order = _exchange_of(layout, dim, spread, along, distinct=adds, negative=negative)
     if adds:
         count = sum(exchange.counts[exchange.place])
@@ -271,7 +270,7 @@ def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
     """
     first = tuple(slice(None) if d == dim else 0 for d in range(index.dim()))
     others = [d for d in range(index.dim()) if d != dim]
-    if not isinstance(index, Tensor) or is_whole(index._layout):
+    if not isinstance(index, Tensor) or index._layout.is_whole:
         part = open_part(index) if isinstance(index, Tensor) else index
         return part[first] if _is_expanded(part, others) else None
     layout, part = index._layout, open_part(index)
@@ -282,7 +281,7 @@ def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
         partition = layout.partition
         every = tuple(range(partition.dim))
         alike = bool(told(partition, every, torch.tensor([alike], device=part.device)).all())
-    along = of_cuts(layout.partition, (layout.shape[dim],), (layout.cuts[dim],))
+    along = Layout.of_cuts(layout.partition, (layout.shape[dim],), (layout.cuts[dim],))
     return made(part[first], along) if alike else None
 
 

@@ -15,7 +15,7 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.aliases import become, either, note_view
-from tessel.tensor.rules.hosting import along, hosted, reshaped_along, split_like
+from tessel.tensor.rules.hosting import along
 from tessel.tensor.rules.pointwise import broadcast, common_layout, tells_strides
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
@@ -25,14 +25,11 @@ from tessel.tensor.table import (
     computed,
     made,
     moved,
-    of_cuts,
     opened,
     outlines,
-    recut,
     rule,
     shared_whole,
     unsupported,
-    with_whole,
 )
 from tessel.tensor.tensor import Tensor, open_part
 from tessel.tensor.windowed import outline
@@ -82,7 +79,7 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if after != layout.shape and layout.is_split(last):
             y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
             return note_view(y, x, copied=True)
-        same = layout if after == layout.shape else reshaped_along(layout, after, (last,))
+        same = layout if after == layout.shape else layout.reshaped_along(after, (last,))
         return note_view(made(func(opened(x)[0], *args[1:], **kwargs), same), x)
     if name == "ravel":
         return x.contiguous().view(-1)
@@ -211,7 +208,7 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
         before[slot.before] = slot.cut(slot.before_step)
         behind[slot.after] = slot.cut(slot.after_step)
     loose, target = (
-        of_cuts(partition, shape, tuple(cuts))
+        Layout.of_cuts(partition, shape, tuple(cuts))
         for shape, cuts in ((layout.shape, before), (after, behind))
     )
     # The result is a view where each worker has the same box as before, or nothing in either.
@@ -274,7 +271,7 @@ def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         first = len(shape) - len(layout.shape)
         new = tuple(Cut.whole(n) for n in shape[:first])
         wider = replace(layout, shape=(*shape[:first], *layout.shape), cuts=(*new, *layout.cuts))
-        other = split_like(wider, shape)
+        other = wider.split_like(shape)
     y = moved(x, broadcast(layout, other)).expand(other.local_shape)
     return note_view(made(y, other), x, copied=True)
 
@@ -359,7 +356,7 @@ def _scaled(layout: Layout, dim: int, factor: int) -> Layout:
     """The layout of a tensor in which a dimension is some times as long, as are its parts."""
     old = layout.cuts[dim]
     cut = Cut(old.axes, tuple((factor * a, factor * b) for a, b in old.intervals))
-    return recut(layout, dim, cut, factor * layout.shape[dim])
+    return layout.recut(dim, cut, factor * layout.shape[dim])
 
 
 @rule("rot90")
@@ -415,7 +412,7 @@ def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     # torch's derivative needs a gradient whose last stride is 1. `contiguous` leaves the strides of
     # one without values as they are, and this worker alone would raise.
     y = y if x.numel() else y.view(-1).view(y.shape)
-    return note_view(made(y, with_whole(layout, len(layout.shape), 2)), args[0])
+    return note_view(made(y, layout.with_whole(len(layout.shape), 2)), args[0])
 
 
 @rule("view_as_complex")
@@ -424,7 +421,7 @@ def view_as_complex(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
     x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)  # torch's own error
     last = len(layout.shape) - 1
-    there = hosted(layout, (last,))
+    there = layout.hosted((last,))
     shared = tuple(sorted({*there.shared, *there.cuts[-1].axes}))
     target = replace(there, shape=there.shape[:-1], cuts=there.cuts[:-1], shared=shared)
     part = moved(x, there)
@@ -450,8 +447,8 @@ def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if layout.is_split(dim):  # windows in balanced parts, and what those of each worker read
         cut = Cut(old.axes, boxes.balanced(count, len(old.intervals)))
         wide = ((step * a, step * (b - 1) + size) if a < b else (0, 0) for a, b in cut.intervals)
-        reads = recut(layout, dim, Cut(old.axes, tuple(wide)))
-    target = with_whole(recut(layout, dim, cut, count), len(layout.shape), size)
+        reads = layout.recut(dim, Cut(old.axes, tuple(wide)))
+    target = layout.recut(dim, cut, count).with_whole(len(layout.shape), size)
     part = moved(x, reads)
     # torch has no windows of what is too short
     is_empty = 0 in target.local_shape
@@ -466,7 +463,7 @@ def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
     if x.dim() == 3:
         return _image_windows(name, func, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
     layout = x._layout
-    there = hosted(layout, (2, 3))
+    there = layout.hosted((2, 3))
     part = moved(x, there)
     grown = _scaled(there, 1, shape[1] // max(1, layout.shape[1])) if layout.shape[1] else there
     shared = tuple(sorted({*there.shared, *there.cuts[2].axes, *there.cuts[3].axes}))
@@ -488,7 +485,7 @@ def fold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     # (batch, channel, value of the window, place): channels may be split, the rest may not
     windows = x.reshape(x.shape[0], shape[1], size, x.shape[2])
     layout = windows._layout
-    there = hosted(layout, (2, 3))
+    there = layout.hosted((2, 3))
     part = moved(windows, there)
     shared = tuple(sorted({*there.shared, *there.cuts[2].axes, *there.cuts[3].axes}))
     space = (Cut.whole(shape[2]), Cut.whole(shape[3]))

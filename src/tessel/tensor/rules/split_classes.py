@@ -19,7 +19,7 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, total
 from tessel.tensor.rules.reductions import without
-from tessel.tensor.table import gathered, is_whole, of_dim, shared_whole
+from tessel.tensor.table import gathered, shared_whole
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
@@ -74,7 +74,7 @@ class CrossEntropy:
         shard = ClassShard(logits, dim, box[dim], layout.shape[dim], wide)
         _, samples = without(layout, (dim,), False)
         if target.shape == logits.shape and target.is_floating_point():
-            own, lies = None, of_dim(layout, dim)
+            own, lies = None, layout.of_dim(dim)
             if weight is not None and weight.requires_grad and torch.is_grad_enabled():
                 # all workers get its gradient, not only those of the class
                 own = move(shared_whole(layout.partition, weight.shape), lies).apply(weight)
@@ -126,7 +126,7 @@ class CrossEntropy:
             return each
         found = each.sum()
         # where samples are split, too, both sums travel in one message; else nothing does
-        if not is_whole(samples):
+        if not samples.is_whole:
             both = torch.stack([found, divisor.to(found.dtype)])
             found, divisor = total(both, samples.partition, samples.shared).unbind()
         return found / divisor if self.reduction == "mean" else found

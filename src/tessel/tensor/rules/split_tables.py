@@ -16,7 +16,7 @@ from tessel.core.context import is_compiling
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.reductions import without
-from tessel.tensor.table import outlining, with_whole
+from tessel.tensor.table import outlining
 from tessel.tensor.tensor import move
 
 EPSILON = 1e-7  # what torch adds to a norm before it divides by it
@@ -65,7 +65,7 @@ def look_up(
     # The rows of the table become those of the ids. Workers that split them have terms of a sum.
     separate, result = without(layout, (0,), False)
     for dim, length in enumerate(ids.shape):
-        separate, result = with_whole(separate, dim, length), with_whole(result, dim, length)
+        separate, result = separate.with_whole(dim, length), result.with_whole(dim, length)
     if layout.is_split(1) and options.max_norm is not None:
         if not outlining.get():  # there is no row to scale
             _renormalise(flat, weight, layout, options.max_norm, options.norm_type)

@@ -15,8 +15,8 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.tensor.rules.hosting import along, hosted, split_like
-from tessel.tensor.table import computed, made, moved, recut
+from tessel.tensor.rules.hosting import along
+from tessel.tensor.table import computed, made, moved
 from tessel.tensor.tensor import Tensor, move, open_part
 from tessel.tensor.truncated_transform import DTYPES, MOST_MODES, REAL, Waves
 from tessel.tensor.unfinished import Zeros
@@ -51,14 +51,14 @@ class TransformStep:
 
     def at_hosts(self, x: Tensor) -> Tensor:
         """The transform, which stays with the hosts."""
-        return self(x.move_to(hosted(x._layout, (self.dim,), self.hosts)))
+        return self(x.move_to(x._layout.hosted((self.dim,), self.hosts)))
 
     def layout(self, layout: Layout) -> Layout:
         """How a transform there, and not back, lies at the hosts."""
-        there, shape = hosted(layout, (self.dim,), self.hosts), list(layout.shape)
+        there, shape = layout.hosted((self.dim,), self.hosts), list(layout.shape)
         n = shape[self.dim] if self.n is None else self.n
         shape[self.dim] = n // 2 + 1 if self.kind in ("half", "rfft", "ihfft") else n
-        return split_like(there, tuple(shape))
+        return there.split_like(tuple(shape))
 
     def sums_less(self, x: Tensor, num_modes: int) -> bool:
         """Whether terms of so many modes are less to send than all points to their hosts."""
@@ -80,10 +80,10 @@ class TransformStep:
         waves = Waves(self.kind, n, self.norm, modes, box[dim])
         part = computed(partial(waves.analyzed, dim=dim), open_part(x))
         even = Cut(cut.axes, boxes.balanced(count, len(cut.intervals)))
-        target = recut(layout, dim, even, count)
+        target = layout.recut(dim, even, count)
         if count < len(cut.intervals):
-            target = hosted(target, (dim,), self.hosts)
-        terms = recut(layout, dim, Cut.whole(count), count)  # separate ones, along these axes
+            target = target.hosted((dim,), self.hosts)
+        terms = layout.recut(dim, Cut.whole(count), count)  # separate ones, along these axes
         return made(move(terms, target).apply(part), target)
 
     def gathers_less(self, zeros: Zeros, length: int, home: Layout) -> bool:
@@ -121,7 +121,7 @@ class TransformStep:
                 at = [slice(None) if read.is_split(d) else s for d, s in enumerate(slices)]
                 part[tuple(at)] = each
         shape[dim] = self._num_points(length)
-        points = split_like(home, tuple(shape))
+        points = home.split_like(tuple(shape))
         box = points.box()
         assert box is not None
         waves = Waves(self.kind, shape[dim], self.norm, modes, box[dim])
@@ -129,7 +129,7 @@ class TransformStep:
 
     def _copied(self, home: Layout, shape: Shape) -> Layout:
         """As at home, but for this dimension, of which all workers have copies of their own."""
-        return recut(split_like(home, shape), self.dim, Cut.whole(shape[self.dim]))
+        return home.split_like(shape).recut(self.dim, Cut.whole(shape[self.dim]))
 
     def _num_points(self, length: int) -> int:
         """How many points a transform back gives."""
