@@ -238,7 +238,8 @@ class FlashKernel:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_diagonal: bool, scale: float
     ) -> None:
-        self.q, self.k, self.v, self.is_diagonal, self.scale = q, k, v, is_diagonal, scale
+        self.q, self.k, self.v = (_in_rows(x) for x in (q, k, v))
+        self.is_diagonal, self.scale = is_diagonal, scale
         self.mask = None
         if mask is not None:
             if mask.dtype == torch.bool:
@@ -269,10 +270,19 @@ class FlashKernel:
         sums = logarithm.squeeze(-1).transpose(1, 2).contiguous().transpose(1, 2)
         found: Sequence[Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(grad.to(self.q.dtype), self.q, self.k, self.v, out, sums),
+                *(grad.to(self.q.dtype), self.q, self.k, self.v, _in_rows(out), sums),
                 *(0.0, self.is_diagonal),
                 attn_mask=self.mask,
                 scale=self.scale,
             )
         )
         return found
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """With the features of a row behind one another, where the kernel reads them unasked.
+
+    It reads rows, masks and gradients at any strides; torch's own function does not call it for
+    other tensors.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+import odd_memory
 import tessel
 from covering import repeats
 from parity import values
@@ -493,3 +495,43 @@ def recomputed() -> list[float]:
 
 def test_checkpoint(run: Run) -> None:
     assert run(recomputed, nprocs=3)[0] == [0.0]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def differences_in_memory(way: str) -> list[str]:
+    """What is wrong where parts lie in any memory order, forward and in all gradients."""
+    workers = tessel.world().size
+    partition = Partition(tuple(range(workers)), (workers,))
+    shape, wrong = (2, 3, 7, 4), []
+    names = odd_memory.NAMES
+    cases = product(range(len(names)), ("none", "causal", "mask"), range(4))
+    for number, kind, split in cases:
+        memories = [names[number - 4 * k] for k in range(3)]
+        layout = Layout.split(partition, shape, [0 if dim == split else None for dim in range(4)])
+        spread = []
+        for k, memory in enumerate(memories):
+            part = odd_memory.odd(memory, layout.local_part(values(shape, k)))
+            spread.append(tessel.from_local(part, layout).requires_grad_())
+        plain = [x.detach().full().clone().requires_grad_() for x in spread]
+        settings: dict[str, Any] = {"is_causal": kind == "causal"}
+        if kind == "mask":
+            settings["attn_mask"] = odd_memory.odd(memories[0], values((7, 7), 8))
+        with only(way) as chosen:
+            y: Any = F.scaled_dot_product_attention(*spread, **settings)
+        z = F.scaled_dot_product_attention(*plain, **settings)
+        # a sum, whose gradient is one number over and over
+        grads = torch.autograd.grad(y.sum(), spread)
+        others = torch.autograd.grad(z.sum(), plain)
+        found = [y.full(), *(each.full() for each in grads)]
+        pairs = zip(found, (z, *others), strict=True)
+        if not all(torch.allclose(a, b, TOLERANCE, TOLERANCE) for a, b in pairs):
+            wrong.append(f"{memories} {kind} split along {split}, by {chosen}")
+    return wrong
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_memory_order(run: Run, way: str, nprocs: int) -> None:
+    assert run(differences_in_memory, way, nprocs=nprocs, timeout=100) == [[]] * nprocs
