@@ -1,6 +1,6 @@
-"""Movements that write into a tensor of the caller's.
+"""Operators that write into a tensor of the caller's.
 
-Tests `core/move.py`.
+Tests `core/move.py`, `core/linop.py`, `core/agreement.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tessel
 from tessel import Layout, Move
+from tessel.core.agreement import Signature
 
 Run = Callable[..., list[Any]]
 SIZES = (6, 100_000)  # columns: small messages, and such as are read where they lie
@@ -52,11 +53,14 @@ def into(columns: int) -> list[str]:
         x = part_of(move.domain)
         expected = move(x)
         strided = expected.new_empty((*expected.shape[:-1], 2 * expected.shape[-1]))[..., ::2]
-        for out in (torch.full_like(expected, -1), strided):
+        rows = expected.flatten(1) if expected.dim() > 1 else expected[:, None]
+        transposed = torch.empty_like(rows.mT.contiguous()).mT.view_as(expected)
+        for out in (torch.full_like(expected, -1), strided, transposed):
             for call in (move, move.apply):
                 before = out._version
                 y = call(x, out=out)
-                if y is not out or not torch.equal(y, expected) or out._version == before:
+                is_written = out._version > before or not out.numel()
+                if y is not out or not torch.equal(y, expected) or not is_written:
                     wrong.append(name)
         if name in ("sum on all", "nothing"):  # all of it changes, or nothing
             y = move(x, out=x)
@@ -88,13 +92,51 @@ def beside(columns: int) -> list[Any]:
     mine = buffer.new_full((len(buffer) + 1, columns), -1.0)
     mine[1 + first : 4 + first] = part_of(halo.domain)
     halo(mine[1 + first : 4 + first], out=mine[:-1])
-    return [*found, torch.equal(mine[:-1], part_of(halo.codomain))]
+    found.append(torch.equal(mine[:-1], part_of(halo.codomain)))
+    # one behind the other in one tensor: no element is of both
+    size, room = interior.numel(), buffer.numel()
+    flat = torch.full((size + room,), -1.0)
+    flat[:size] = part_of(halo.domain).view(-1)
+    halo(flat[:size].view(interior.shape), out=flat[size:].view(buffer.shape))
+    return [*found, torch.equal(flat[size:].view(buffer.shape), part_of(halo.codomain))]
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
 @pytest.mark.parametrize("columns", SIZES)
 def test_what_is_in_its_place_stays_there(run: Run, columns: int, nprocs: int) -> None:
-    assert run(beside, columns, nprocs=nprocs) == [[True] * 4] * nprocs
+    assert run(beside, columns, nprocs=nprocs) == [[True] * 5] * nprocs
+
+
+def odd_memory() -> list[bool]:
+    """A tensor whose memory is not its values, and a parameter."""
+    P, found = tessel.world(), []
+    copies = Layout.whole(P, (3,))
+    x = torch.tensor([1 + 2j, 3 - 1j, 2j])
+    for out in (torch.zeros(3, dtype=x.dtype).conj(), torch.zeros(3, dtype=x.dtype).conj().imag):
+        y = x if out.is_complex() else x.imag
+        move = Move(copies, copies)
+        found.append(torch.equal(move(y, out=out), P.size * y) and torch.equal(out, P.size * y))
+    weight = torch.nn.Parameter(torch.full((3,), float(P.rank)))
+    with torch.no_grad():
+        owned = Layout.whole(P.create_partition_inclusive([1]), (3,))
+        Move(owned, copies)(weight if P.rank == 1 else torch.empty(0), out=weight)
+    return [*found, weight.requires_grad and weight.tolist() == [1.0] * 3]
+
+
+def test_conjugated_memory_and_parameters_get_the_values(run: Run) -> None:
+    assert run(odd_memory, nprocs=2) == [[True] * 3] * 2
+
+
+def of_products() -> bool:
+    """A product, which has no way of its own to write: it copies."""
+    move = moves(6)["repartition"]
+    there_and_back, x = move.H @ move, part_of(move.domain)
+    out = torch.empty_like(x)
+    return there_and_back(x, out=out) is out and torch.equal(out, x)
+
+
+def test_a_product_writes_its_output_too(run: Run) -> None:
+    assert all(run(of_products, nprocs=2))
 
 
 def refused(name: str) -> str:
@@ -105,26 +147,45 @@ def refused(name: str) -> str:
         x.requires_grad_(is_first)
     elif name == "shape":
         out = torch.empty(5)
-    elif name == "shape on one":
-        out = torch.empty(5 if is_first else 6)
-    elif name == "dtype on one":
-        out = out.double() if is_first else out
+    elif name == "something for nothing":
+        move = moves(6)["sum"]
     elif name == "copies":
         out = torch.empty(1).expand(6)
+    elif name == "spread":
+        out = tessel.spread(torch.empty(12), tessel.world())
+    elif is_first:
+        out = ON_ONE[name](out)
     try:
         move(x, out=out)
     except ValueError as error:
+        move = moves(6)["sum on all"]
         assert torch.equal(move(torch.ones(6), out=torch.empty(6)), torch.full((6,), 2.0))
         return str(error)
     return ""
 
 
+ON_ONE: dict[str, Callable[[Tensor], Any]] = {
+    "shape on one": lambda out: out[:5],
+    "dtype on one": lambda out: out.double(),
+    "device on one": lambda out: out.to("meta"),
+    "overlap": lambda out: out.as_strided((6,), (0,)),
+    "requires a gradient": lambda out: out.requires_grad_(),
+    "on one": lambda out: None,
+    "a list": lambda out: out.tolist(),
+}
 ERRORS = {
-    "gradient": "which has no derivative: leave it out, or call it under torch.no_grad()",
-    "shape": "expected tensors from (6,) to (6,), got (6,) and (5,)",
-    "shape on one": "expected tensors from (6,) to (6,), got (6,) and (5,)",
-    "dtype on one": "expected torch.float32 on cpu, got torch.float64 on cpu",
+    "gradient": "a call with `out` has no derivative: leave it out, or call it under torch.no_grad",
+    "shape": "worker 0 passed as `out` a tensor of shape (5,), torch.float32 on cpu; expected (6,)",
+    "something for nothing": "worker 1 passed as `out` a tensor of shape (6,), but nothing comes",
     "copies": "some of whose elements share memory",
+    "shape on one": "worker 0 passed as `out` a tensor of shape (5,), torch.float32 on cpu",
+    "dtype on one": "shape (6,), torch.float64 on cpu; expected (6,), torch.float32 on cpu",
+    "device on one": "worker 0 passed as `out` no tensor, or one that cannot be written to",
+    "overlap": "some of whose elements share memory",
+    "requires a gradient": "a tensor that requires a gradient: pass out.detach()",
+    "on one": "workers [1] passed `out` and workers [0] did not; pass it on all workers",
+    "a list": "worker 0 passed as `out` no tensor, or one that cannot be written to",
+    "spread": "worker 0 passed as `out` no tensor, or one that cannot be written to",
 }
 
 
@@ -132,3 +193,21 @@ ERRORS = {
 def test_all_workers_refuse_what_cannot_be_written_to(run: Run, name: str) -> None:
     for said in run(refused, name, nprocs=2):
         assert ERRORS[name] in said
+
+
+LIES = {  # shape, strides: whether elements may share memory
+    ((3, 4), (4, 1)): False,
+    ((4, 3), (1, 4)): False,
+    ((2, 2), (2, 3)): False,  # 0, 2, 3, 5
+    ((3, 4), (3, 1)): True,
+    ((3,), (0,)): True,
+    ((1, 3), (0, 2)): False,
+    ((0, 3), (0, 0)): False,
+    ((), ()): False,
+}
+
+
+@pytest.mark.parametrize(("shape", "strides"), LIES)
+def test_elements_that_share_memory_are_seen(shape: tuple[int], strides: tuple[int]) -> None:
+    out = torch.empty(20).as_strided(shape, strides)
+    assert Signature.of_output(out).overlaps is LIES[shape, strides]

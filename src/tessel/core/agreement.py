@@ -14,9 +14,10 @@ ways to do so:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,6 +62,7 @@ class Signature:
     forbids_grad: bool = False  # it runs under torch.no_grad()
     has_tangent: bool = False
     compiles: bool = False
+    overlaps: bool = False  # its own elements share memory; asked of outputs only
 
     @classmethod
     def of(cls, x: Any) -> Signature:
@@ -79,11 +81,21 @@ class Signature:
             has_tangent=has_tangent(x),
         )
 
+    @classmethod
+    def of_output(cls, out: Any) -> Signature:
+        """That of a tensor that is written to; it has a tangent if torch derives what comes."""
+        plain = getattr(type(out), "__torch_dispatch__", None) is Tensor.__torch_dispatch__
+        found = cls.of(out if plain else None)  # what has no memory of its own cannot be written to
+        overlaps = found.dtype is not None and _overlaps(out)
+        return replace(found, has_tangent=in_transform(), overlaps=overlaps)
+
     def words(self) -> list[int]:
         """The signature as a fixed number of integers."""
         movable = self.dtype in _DTYPE_CODES and self.device in _DEVICE_CODES
         dtype, device = (self.dtype, self.device) if movable else (None, "cpu")
-        said = (self.needs_grad, self.forbids_grad, self.has_tangent, self.compiles)
+        said = (
+            self.needs_grad, self.forbids_grad, self.has_tangent, self.compiles, self.overlaps
+        )  # fmt: skip
         flags = sum(flag << bit for bit, flag in enumerate(said))
         lengths = self.shape[:MAX_DIM]
         padding = [0] * (MAX_DIM - len(lengths))
@@ -103,7 +115,7 @@ class Signature:
             tuple(lengths[: min(ndim, MAX_DIM)]) + (0,) * (ndim - MAX_DIM),
             _DTYPES[dtype],
             _DEVICES[device],
-            *(bool(flags >> bit & 1) for bit in range(4)),
+            *(bool(flags >> bit & 1) for bit in range(5)),
         )
 
 
@@ -121,6 +133,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 Conclusion = Callable[[dict[int, Shape], TensorMeta], T]
+SignaturesOfOutputs = dict[int, Signature]  # by worker
 # the shapes by worker, and what all tensors have in common
 ShapesAndMeta = tuple[dict[int, Shape], TensorMeta]
 NumbersByWorker = dict[int, tuple[int, ...]]  # what each worker said
@@ -137,6 +150,8 @@ class Agreement(Generic[T]):
         conclude: makes something from the shapes by worker and the meta, or raises ValueError;
             it must depend on nothing else, so that all workers come to the same.
         identity: what the movement is to the last detail, where the label does not say all.
+        check_outputs: raises ValueError if outputs that workers passed cannot be written to; it
+            gets the shapes by worker, the meta and the outputs. None if they cannot pass any.
     """
 
     group: Group
@@ -144,22 +159,35 @@ class Agreement(Generic[T]):
     givers: Collection[int]
     conclude: Conclusion[T]
     identity: str = ""
+    check_outputs: Callable[[dict[int, Shape], TensorMeta, SignaturesOfOutputs], None] | None = None
     compiled: dict[Any, T] = field(default_factory=dict)  # of calls in compiled code
     _known: dict[bytes, T] = field(default_factory=dict)
     _said: dict[Any, bytes] = field(default_factory=dict)  # what this worker says, by its tensor
 
-    def agree_on(self, x: Tensor | Signature) -> T:
-        """One small exchange; what follows from it is worked out once for the same signatures."""
+    def agree_on(self, x: Tensor | Signature, out: Any = None) -> T:
+        """One small exchange; what follows from it is worked out once for the same signatures.
+
+        Args:
+            x: what this worker brings.
+            out: where it wants the result, or None: all workers pass one or none does.
+        """
         if isinstance(x, Tensor):
             enabled = torch.is_grad_enabled()
             kind: Any = x.shape, x.dtype, x.device, x.layout, x.requires_grad, enabled
         else:
             kind = x = Signature.of(x)
-        said = None if in_forward_mode() else self._said.get(kind)  # tangents are not in the key
+        if isinstance(out, Tensor):
+            lies = out.shape, out.stride() if out.layout is torch.strided else out.layout
+            kind = kind, type(out), *lies, out.dtype, out.device, out.requires_grad
+        keeps = not in_transform() and (out is None or isinstance(out, Tensor))
+        said = self._said.get(kind) if keeps else None  # tangents are not in the key
         if said is None:
             signature = Signature.of(x)
-            said = packed_words([code_of(self.identity or self.label), *signature.words()])
-            if not signature.has_tangent:
+            words = [code_of(self.identity or self.label), *signature.words()]
+            if out is not None:
+                words += [1, *Signature.of_output(out).words()]
+            said = packed_words(words)
+            if keeps and not signature.has_tangent:
                 remember(self._said, kind, said)
         everyones = self.group.share(said)
         try:
@@ -170,6 +198,10 @@ class Agreement(Generic[T]):
             told = rows[:, 1 : 1 + NUM_SIGNED].tobytes()
             held = _held(self.label, self.group.workers, tuple(self.givers), told)
             conclusion = self.conclude(*held)
+            outputs = _outputs(self.label, self.group.workers, rows[:, 1 + NUM_SIGNED :])
+            if outputs:
+                assert self.check_outputs is not None
+                self.check_outputs(*held, outputs)
             remember(self._known, everyones, conclusion)
         self.group.number_call()  # what follows from it counts as one call, on all workers alike
         return conclusion
@@ -287,6 +319,70 @@ def _rows(everyones: bytes) -> Any:
     return np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
 
 
+def _outputs(label: str, workers: tuple[int, ...], rows: Any) -> SignaturesOfOutputs:
+    """The outputs that workers passed, none or all of them."""
+    passed = [worker for worker, is_there in zip(workers, rows[:, 0], strict=True) if is_there]
+    if passed and len(passed) < len(workers):
+        others = [worker for worker in workers if worker not in passed]
+        raise ValueError(
+            f"{label}: workers {passed} passed `out` and workers {others} did not; pass it on all "
+            "workers, where nothing comes torch.empty(0)"
+        )
+    signed = rows[:, 1 : 1 + NUM_SIGNED].tolist()
+    return dict(zip(passed, map(Signature.from_words, signed), strict=False))
+
+
+def check_outputs(
+    label: str, expected: Mapping[int, Shape | None], meta: TensorMeta, outputs: SignaturesOfOutputs
+) -> None:
+    """Raise ValueError in the name of `label` if some output cannot be written to.
+
+    Args:
+        label: of the call, in the words of its user.
+        expected: the shape of the output, by worker; None where nothing comes.
+        meta: of what is written.
+        outputs: by worker.
+    """
+    if meta.needs_grad or any(out.has_tangent for out in outputs.values()):
+        raise ValueError(
+            f"{label}: a call with `out` has no derivative: leave it out, or call it under "
+            "torch.no_grad()"
+        )
+    for worker, out in outputs.items():
+        shape, got = expected[worker], f"worker {worker} passed as `out`"
+        if shape is None:  # what is there stays
+            if prod(out.shape):
+                raise ValueError(
+                    f"{label}: {got} a tensor of shape {out.shape}, but nothing comes there: pass "
+                    "torch.empty(0)"
+                )
+        elif out.dtype is None:
+            raise ValueError(f"{label}: {got} no tensor, or one that cannot be written to")
+        elif (out.shape, out.dtype, out.device) != (shape, meta.dtype, meta.device):
+            raise ValueError(
+                f"{label}: {got} a tensor of shape {out.shape}, {out.dtype} on {out.device}; "
+                f"expected {shape}, {meta.dtype} on {meta.device}"
+            )
+        elif out.needs_grad:
+            raise ValueError(f"{label}: {got} a tensor that requires a gradient: pass out.detach()")
+        elif out.overlaps:
+            raise ValueError(
+                f"{label}: {got} a tensor some of whose elements share memory: pass one that owns "
+                "its memory"
+            )
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements of a tensor share memory, or may: no order nests its dimensions."""
+    end = 0  # how far the dimensions reach that lie inside
+    for step, length in sorted(zip(x.stride(), x.shape, strict=True)):
+        if length > 1:
+            if step <= end:
+                return x.numel() > 0
+            end += step * (length - 1)
+    return False
+
+
 @lru_cache(maxsize=1024)
 def _held(
     label: str, workers: tuple[int, ...], givers: tuple[int, ...], told: bytes
@@ -373,6 +469,11 @@ def entered(x: Tensor, meta: TensorMeta, gives: bool = True) -> Tensor:
 def in_forward_mode() -> bool:
     """Whether this worker computes forward-mode derivatives now."""
     return forward_ad._current_level >= 0
+
+
+def in_transform() -> bool:
+    """Whether torch derives in forward mode now, or transforms a function (`torch.func`)."""
+    return in_forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def same(values: dict[int, Any], what: str, label: str) -> Any:

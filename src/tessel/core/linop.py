@@ -16,10 +16,18 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tessel import transport
-from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, in_forward_mode
+from tessel.core.agreement import (
+    Agreement,
+    Signature,
+    SignaturesOfOutputs,
+    TensorMeta,
+    as_agreed,
+    check_outputs,
+    in_forward_mode,
+    in_transform,
+)
 from tessel.core.context import is_compiling, setting
 from tessel.core.graph import current_trace, outside_of_graphs, placed, settings_in
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
@@ -68,9 +76,21 @@ class LinearOperator(HasHandle):
         """The adjoint: ⟨A x, y⟩ = ⟨x, A.H y⟩ in the inner products of the two layouts."""
         return Adjoint(self)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply the operator to this worker's part, after all workers agreed that theirs fit."""
-        return apply_agreed(self, x, self.domain.partition.active)
+    def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Apply the operator to this worker's part, after all workers agreed that theirs fit.
+
+        Args:
+            x: this worker's part.
+            out: where the output is written, on all workers or on none, and without a gradient. It
+                is what is returned. A worker that gets nothing passes `torch.empty(0)`.
+
+        >>> import tessel, torch
+        >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
+        >>> y = torch.empty(3)
+        >>> tessel.Move(layout, layout)(torch.ones(3), out=y) is y
+        True
+        """
+        return apply_agreed(self, x, self.domain.partition.active, out)
 
     def apply(self, x: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """Apply the operator without asking the others.
@@ -95,6 +115,11 @@ class LinearOperator(HasHandle):
         if meta is not None and meta.has_tangent and not in_forward_mode():
             self._apply(torch.zeros_like(x))  # others move tangents: so does this worker, a zero
         return y
+
+    def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
+        """Write the output to `out`, which it fits, and give it; nothing is recorded."""
+        with torch.no_grad():
+            return out.copy_(self._apply(x))
 
     def prepare(self) -> transport.Group:
         """Make the group of the operator, all workers of the job together, and give it.
@@ -154,7 +179,9 @@ class LinearOperator(HasHandle):
     def _agreement(self) -> Agreement[AgreedOperator]:
         identity = f"{self._label} {self.domain.identity} {self.codomain.identity}"
         ranks = self.domain.partition.ranks
-        return Agreement(self.group, self._label, ranks, self._conclude, identity)
+        return Agreement(
+            self.group, self._label, ranks, self._conclude, identity, self._check_outputs
+        )
 
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> AgreedOperator:
         for worker, shape in shapes.items():
@@ -166,6 +193,16 @@ class LinearOperator(HasHandle):
                 )
         self.check_dtype(meta.dtype, self._label)
         return self, meta
+
+    def _check_outputs(
+        self, _: dict[int, Shape], meta: TensorMeta, outputs: SignaturesOfOutputs
+    ) -> None:
+        layout = self.codomain
+        expected = {
+            worker: layout.shape_on(worker) if worker in layout.partition.ranks else None
+            for worker in outputs
+        }
+        check_outputs(self._label, expected, meta, outputs)
 
 
 class Adjoint(LinearOperator):
@@ -421,11 +458,13 @@ class Compiled(LinearOperator):
         return operator._apply(x)
 
 
-def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
+def apply_agreed(caller: Any, x: Tensor, gives: bool, out: Tensor | None = None) -> Tensor:
     """Apply the operator that the workers agree on in the agreement of `caller`.
 
-    A worker that takes no part in it gets a clone.
+    A worker that takes no part in it gets a clone, or what it passed for the output.
     """
+    if out is not None and is_compiling():
+        raise NotImplementedError("a movement with `out` cannot be compiled; omit `out`")
     if is_compiling():
         lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
         enabled = torch.is_grad_enabled()
@@ -437,10 +476,11 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
         return operator.apply(as_agreed(x, meta, gives), meta)
     caller.prepare()
     if not caller.takes_part:
-        return x.clone()
-    operator, meta = caller._agreement.agree_on(x)
+        return x.clone() if out is None else out
+    operator, meta = caller._agreement.agree_on(x, out)
     try:
-        return operator.apply(as_agreed(x, meta, gives), meta)
+        x = as_agreed(x, meta, gives)
+        return operator.apply(x, meta) if out is None else operator._apply_into(x, out)
     except BaseException as error:  # others may still wait for this worker
         operator.group.give_up(error)
         raise
@@ -498,11 +538,6 @@ def record(
 def is_traced() -> bool:
     """Whether a call runs on tensors without values, for a graph of what it computes."""
     return is_compiling() and not torch.compiler.is_dynamo_compiling()
-
-
-def in_transform() -> bool:
-    """Whether torch derives in forward mode now, or transforms a function (`torch.func`)."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def is_derived(x: Tensor) -> bool:

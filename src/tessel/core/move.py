@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import TensorMeta, agree_on_call, as_agreed, remember
+from tessel.core.agreement import Signature, TensorMeta, remember
 from tessel.core.boxes import Region
 from tessel.core.context import is_compiling
 from tessel.core.graph import placed
 from tessel.core.hierarchy import route
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import LinearOperator, in_transform
+from tessel.core.linop import LinearOperator
 from tessel.core.memory_format import is_channels_last, memory_format, room_like
 from tessel.core.numbers import constant
 from tessel.core.plan import Piece, Plan
@@ -103,41 +103,6 @@ class Move(LinearOperator):
         super().plan_ahead()
         _ = self.route, self.H.route
 
-    def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Apply the move to this worker's part, after all workers agreed that theirs fit.
-
-        Args:
-            x: this worker's part.
-            out: where the output is written, on all workers or on none, and without a gradient.
-                Nothing is allocated, and what is in its place already is not copied: the root of a
-                broadcast may pass its `x` as `out`, and who needs a halo the interior of `out` as
-                `x`.
-
-        >>> import tessel, torch
-        >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
-        >>> y = torch.empty(3)
-        >>> tessel.Move(layout, layout)(torch.ones(3), out=y) is y
-        True
-        """
-        if out is None:
-            return super().__call__(x)
-        _refuse_compilers()
-        self.prepare()
-        if not self.takes_part:
-            return out
-        _, meta = self._agreement.agree_on(x)
-        x = as_agreed(x, meta, self.domain.partition.active)
-        try:
-            problem = self._problem_with(x, meta, out)
-            text = f"{self._label} with `out`{problem and f', {problem}'}"
-            agree_on_call(self.group, text)
-            if problem:
-                raise ValueError(text)
-            return self._apply_into(x, out)
-        except BaseException as error:  # others may still wait for this worker
-            self.group.give_up(error)
-            raise
-
     def apply(
         self, x: Tensor, meta: TensorMeta | None = None, *, out: Tensor | None = None
     ) -> Tensor:
@@ -149,11 +114,20 @@ class Move(LinearOperator):
             out: where the output is written, as in a call.
         """
         if out is not None:
-            _refuse_compilers()
+            if is_compiling():
+                raise NotImplementedError("a movement with `out` cannot be compiled; omit `out`")
             self.prepare()
-            problem = self._problem_with(x, meta, out)
-            if problem:
-                raise ValueError(f"{self._label} with `out`, {problem}")
+            if not self.takes_part:
+                return out
+            worker, given = transport.this_worker(), Signature.of(x)
+            if given.dtype is None or given.shape != self.domain.local_shape:
+                raise ValueError(
+                    f"{self._label}: worker {worker} expected a tensor of shape "
+                    f"{self.domain.local_shape}, got {given.shape}"
+                )
+            if meta is None:
+                meta = TensorMeta(given.dtype, given.device, given.needs_grad, given.has_tangent)
+            self._check_outputs({}, meta, {worker: Signature.of_output(out)})
             return self._apply_into(x, out)
         again = None if is_compiling() else self._again
         if again is not None and (meta is None or not (meta.needs_grad or meta.has_tangent)):
@@ -163,38 +137,28 @@ class Move(LinearOperator):
                 return y if type(y) is Tensor else self.stages[-1].finish_again(x, *y)
         return super().apply(x, meta)
 
-    def _problem_with(self, x: Tensor, meta: TensorMeta | None, out: Tensor) -> str:
-        """Why an output cannot be written to `out`, for the text of an error."""
-        needs = x.requires_grad and torch.is_grad_enabled() if meta is None else meta.needs_grad
-        if needs or in_transform() or (meta is not None and meta.has_tangent):
-            return "which has no derivative: leave it out, or call it under torch.no_grad()"
-        shapes = tuple(x.shape), tuple(out.shape)
-        if shapes != (self.domain.local_shape, self.codomain.local_shape):
-            expected = f"from {self.domain.local_shape} to {self.codomain.local_shape}"
-            return f"expected tensors {expected}, got {shapes[0]} and {shapes[1]}"
-        if (out.dtype, out.device) != (x.dtype, x.device) or out.layout is not torch.strided:
-            return f"expected {x.dtype} on {x.device}, got {out.dtype} on {out.device}"
-        if out.requires_grad and torch.is_grad_enabled():
-            return "which requires a gradient: pass out.detach()"
-        if any(step == 0 for n, step in zip(out.shape, out.stride(), strict=True) if n > 1):
-            return "some of whose elements share memory: pass a tensor that owns its memory"
-        return ""
-
     def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write the output to `out`, and give it."""
+        """Nothing is allocated, and what is in its place already is not copied.
+
+        That is so for the root's tensor in a broadcast, if it is passed as `out`, too, and for the
+        interior of the output of a halo exchange.
+        """
         *first, last = self.stages
         with torch.no_grad():
+            if not self.codomain.partition.active:  # nothing comes
+                self._apply(x)
+                return out
             if (
                 not x.is_cpu
                 or self.spaced is not None
+                or out.is_conj()  # of which the memory is not the values
+                or out.is_neg()
                 or not (out.is_contiguous() or out.shape == last.plan.target_shape)
             ):
                 return out.copy_(self._apply(x))
             room = out.view(last.plan.target_shape)
-            if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-                for stage in first:
-                    x = stage(x)
-                last(x, room)
+            if not _meet(x, out):
+                self._through_stages(x, room)
             elif not first and last.has_there(x, room):
                 last.complete(last._room(x, room), x)
             else:  # others read x while this worker would write to it
@@ -222,6 +186,13 @@ class Move(LinearOperator):
             y = x.clone(memory_format=torch.contiguous_format)
             self.group.all_reduce(y)()
             return self._as_output(y)
+        y = self._through_stages(x)
+        if self._is_one_exchange:
+            self.__dict__["_again"] = self.stages[-1].again
+        return self._as_output(y)
+
+    def _through_stages(self, x: Tensor, room: Tensor | None = None) -> Tensor:
+        """What arrives at the end of all exchanges, in the room that is given for it."""
         *first, last = self.stages
         # what is copied last can lie in its place in the output before, if this worker gets it
         into_output = None
@@ -231,12 +202,7 @@ class Move(LinearOperator):
                 into_output = first.pop()
         for stage in first:
             x = stage(x)
-        if into_output is not None:
-            return self._as_output(into_output.before(last, x))
-        y = last(x)
-        if self._is_one_exchange:
-            self.__dict__["_again"] = last.again
-        return self._as_output(y)
+        return last(x, room) if into_output is None else into_output.before(last, x, room)
 
     @cached_property
     def sums_all(self) -> bool:
@@ -308,9 +274,18 @@ class Move(LinearOperator):
 keep_unchanged(Move, "_apply")
 
 
-def _refuse_compilers() -> None:
-    if is_compiling():
-        raise NotImplementedError("a movement with `out` cannot be compiled; omit `out`")
+def _meet(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors may share memory: each lies somewhere between two addresses."""
+    (first, end), (start, last) = (
+        (
+            each.data_ptr(),
+            each.data_ptr()
+            + each.itemsize
+            * (1 + sum(step * (n - 1) for n, step in zip(each.shape, each.stride(), strict=True))),
+        )
+        for each in (x, y)
+    )
+    return 0 not in (x.numel(), y.numel()) and first < last and start < end
 
 
 class Stage:
@@ -482,9 +457,9 @@ class Stage:
         receives = [buffer._replace(adds=True) for buffer in self._receives(y)]
         return self.group.exchange(self._sends(x), receives, x.device, self.plan.dense)
 
-    def before(self, second: Stage, x: Tensor) -> Tensor:
+    def before(self, second: Stage, x: Tensor, room: Tensor | None = None) -> Tensor:
         """Two exchanges; what the second copies from this worker itself is in its place at once."""
-        y = x.new_empty(second.plan.target_shape)
+        y = x.new_empty(second.plan.target_shape) if room is None else room
         own = second.own(y)
         self(x, own)
         if not second.plan.silent:

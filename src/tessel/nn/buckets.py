@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree_on_call, in_transform
 from tessel.core.context import is_compiling, setting
-from tessel.core.linop import in_transform, is_traced
+from tessel.core.linop import is_traced
 from tessel.core.memory_format import is_channels_last
 from tessel.core.partition import Partition
 from tessel.core.shared import BucketInGraph, GradientBucket, Replicate, current_buckets

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta
+from tessel.core.agreement import Agreement, SignaturesOfOutputs, TensorMeta, check_outputs
 from tessel.core.handles import HasHandle
 from tessel.core.layout import Shape
 from tessel.core.linop import AgreedOperator, LinearOperator, apply_agreed
@@ -22,6 +22,9 @@ class Movement(HasHandle, torch.nn.Module):
     The global shape is not known beforehand: at each call the workers tell each other, in one
     small exchange, what they hold. Then all raise the same error, or all apply the same operator.
     A worker outside of both partitions gets a clone of what it passed.
+
+    With `out` nothing is allocated: all workers pass tensors for their outputs, `torch.empty(0)`
+    where nothing comes, and get these back. As torch's functions with `out` it has no derivative.
 
     A subclass gives `operator(shapes)`.
     """
@@ -42,8 +45,12 @@ class Movement(HasHandle, torch.nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `operator`")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return apply_agreed(self, x, self.P_x.active)
+    def operators(self, shapes: Mapping[int, Shape]) -> Sequence[LinearOperator]:
+        """The operators of all workers, as far as they are not the same."""
+        return [self.operator(shapes)]
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return apply_agreed(self, x, self.P_x.active, out)
 
     @cached_property
     def takes_part(self) -> bool:
@@ -59,12 +66,24 @@ class Movement(HasHandle, torch.nn.Module):
     @cached_property
     def _agreement(self) -> Agreement[AgreedOperator]:
         assert self._group is not None, "`prepare` is called before"
-        return Agreement(self._group, repr(self), self.P_x.ranks, self._conclude)
+        ranks = self.P_x.ranks
+        return Agreement(
+            self._group, repr(self), ranks, self._conclude, check_outputs=self._check_outputs
+        )
 
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> AgreedOperator:
         operator = self.operator(shapes)
         operator.check_dtype(meta.dtype, repr(self))
         return operator, meta
+
+    def _check_outputs(
+        self, shapes: dict[int, Shape], meta: TensorMeta, outputs: SignaturesOfOutputs
+    ) -> None:
+        expected = dict[int, Shape | None].fromkeys(outputs)
+        for operator in self.operators(shapes):
+            layout = operator.codomain
+            expected.update((worker, layout.shape_on(worker)) for worker in layout.partition.ranks)
+        check_outputs(repr(self), expected, meta, outputs)
 
     def extra_repr(self) -> str:
         return f"{self.P_x} → {self.P_y}"

@@ -48,23 +48,25 @@ class Repartition(Movement):
         return Repartition(self.P_y, self.P_x)
 
 
-def scatter(x: Tensor, P: Partition) -> Tensor:
+def scatter(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
     """Spread a tensor that the first worker of `P` holds whole: balanced parts on all of `P`.
 
-    The other workers pass a zero-volume tensor. The adjoint is `gather`.
+    The other workers pass a zero-volume tensor. The adjoint is `gather`. With `out` parts are
+    written there, as in all movements.
 
     >>> import tessel, torch
     >>> tessel.scatter(torch.ones(2), tessel.world())
     tensor([1., 1.])
     """
-    return Repartition(_first(P), P)(x)
+    return Repartition(_first(P), P)(x, out)
 
 
-def gather(x: Tensor, P: Partition) -> Tensor:
+def gather(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
     """Put the parts of a tensor together on the first worker of `P`; others get zero volume.
 
-    The adjoint is `scatter`. `tessel.distributed.gather(x, dim)` is another thing, and has its name
-    from torchshard: it puts shards along one dimension together, on all workers of a group.
+    The adjoint is `scatter`. With `out` the tensor is written there on the first worker, and the
+    others pass `torch.empty(0)`. `tessel.distributed.gather(x, dim)` is another thing, and has its
+    name from torchshard: it puts shards along one dimension together, on all workers of a group.
 
     >>> import tessel, torch
     >>> tessel.gather(torch.ones(2), tessel.world())
@@ -75,20 +77,20 @@ def gather(x: Tensor, P: Partition) -> Tensor:
             f"tessel.gather(x, P) puts the parts of a tensor on a grid of workers together and got "
             f"{P!r} for the partition; tessel.distributed.gather(x, dim) puts shards together"
         )
-    return Repartition(P, _first(P))(x)
+    return Repartition(P, _first(P))(x, out)
 
 
-def all_gather(x: Tensor, P: Partition) -> Tensor:
+def all_gather(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
     """Put the parts of a tensor together on every worker of `P`.
 
     The copies are separate values: the adjoint sums what the workers ask of them and gives each
-    its part.
+    its part. With `out` the tensor is written there.
 
     >>> import tessel, torch
     >>> tessel.all_gather(torch.ones(2), tessel.world())
     tensor([1., 1.])
     """
-    return _AllGatherAll(P, P)(x)
+    return _AllGatherAll(P, P)(x, out)
 
 
 class _AllGatherAll(Movement):

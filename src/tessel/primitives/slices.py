@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tessel import transport
 from tessel.core.layout import Shape
@@ -25,10 +25,13 @@ class SliceMovement(Movement):
         """The operator on one slice, or a ValueError if the shapes in it do not fit."""
         raise NotImplementedError(f"{type(self).__name__} must implement `operator`")
 
+    def operators(self, shapes: Mapping[int, Shape]) -> Sequence[LinearOperator]:
+        return [self.slice_operator(row, shapes) for row in self._slices]
+
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         # Of all slices, though this worker is in one: what is wrong in one raises in all of them.
-        operators = [self.slice_operator(row, shapes) for row in self._slices]
-        return next(op for op in operators if transport.this_worker() in op.domain.partition.ranks)
+        operators, worker = self.operators(shapes), transport.this_worker()
+        return next(each for each in operators if worker in each.domain.partition.ranks)
 
     def prepare(self) -> transport.Group:
         if self._group is None:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tessel.core.agreement import in_transform
 from tessel.core.context import is_compiling
-from tessel.core.linop import in_transform, record, record_product
+from tessel.core.linop import record, record_product
 from tessel.core.move import Move
 from tessel.core.shared import Replicate
 from tessel.tensor.table import outlining

@@ -30,10 +30,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tessel.core.agreement import Agreement
+from tessel.core.agreement import Agreement, in_transform
 from tessel.core.context import is_compiling
 from tessel.core.halo import Halo
-from tessel.core.linop import in_transform
 from tessel.core.move import Move, Stage
 from tessel.core.shared import GradientBucket
 from tessel.transport import NOTHING, Group, this_worker

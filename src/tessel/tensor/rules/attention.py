@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from tessel.core.agreement import in_transform
 from tessel.core.context import is_compiling, setting
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.linop import in_transform, record_map
+from tessel.core.linop import record_map
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.block_sum import Operand, Tile
 from tessel.tensor.blockwise_attention import BlockwiseAttention, Dropout, FlashKernel, Scores

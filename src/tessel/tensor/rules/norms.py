@@ -17,9 +17,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core import boxes
+from tessel.core.agreement import in_transform
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.linop import LinearOperator, in_transform, record_map
+from tessel.core.linop import LinearOperator, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, replicate, replication, used_together
