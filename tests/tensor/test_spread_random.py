@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tessel
 from parity import values
+from tessel.tensor import seeded
 from test_spread import grids, ways
 
 Run = Callable[..., list[Any]]
@@ -294,3 +295,21 @@ def check_checkpoint() -> None:
 @pytest.mark.parametrize("nprocs", [1, 3])
 def test_random(run: Run, check: Callable[[], None], nprocs: int) -> None:
     run(check, nprocs=nprocs, timeout=60)
+
+
+def generators_beside(devices: tuple[torch.device, ...]) -> list[bool]:
+    """Whether generators go on as if nothing was, after numbers were drawn from a seed."""
+    lazy = len(torch.cuda._queued_calls)
+    before = torch.get_rng_state()
+    with seeded(7, *devices):
+        first = torch.rand(3)
+    with seeded(7, *devices):
+        again = torch.rand(3)
+    nothing_waits = len(torch.cuda._queued_calls) == lazy
+    return [torch.equal(first, again), torch.equal(before, torch.get_rng_state()), nothing_waits]
+
+
+@pytest.mark.parametrize("devices", [(), (torch.device("cpu"),)])
+def test_a_block_with_a_seed_leaves_generators_alone(devices: tuple[torch.device, ...]) -> None:
+    """Also that of a GPU: a seed that `torch.manual_seed` keeps for it would wait there."""
+    assert generators_beside(devices) == [True, True, True]

@@ -15,8 +15,9 @@ from torch.backends import cudnn
 
 from tessel import transport
 from tessel.core import Layout, Partition, agree, boxes, checksum_of, shared_whole, world
-from tessel.errors import WorkerLost
+from tessel.errors import WorkerLost, check_choice
 from tessel.settings import chosen, whole_number
+from tessel.tensor import seeded
 
 SHARDINGS = ("round_robin", "block")
 DEVICE_MODES = (None, "cpu", "gpu")
@@ -215,7 +216,7 @@ class DistributedContext:
             seed: what `seed_for` gave; None for that of the context.
         """
         own = self.seed if seed is None else seed
-        return nullcontext() if own is None else drawing(own, item, call, self.device)
+        return nullcontext() if own is None else seeded(seed_of(own, item, call), self.device)
 
     @contextmanager
     def shared_random(self) -> Iterator[None]:
@@ -232,7 +233,7 @@ class DistributedContext:
         """
         number, self._num_shared = self._num_shared, self._num_shared + 1
         agree(self.partition, f"shared_random, {number} times before")
-        with drawing(self._shared_seed, SHARED, number, self.device):
+        with seeded(seed_of(self._shared_seed, SHARED, number), self.device):
             yield
 
     def check_same(self, tensor: Tensor, layout: Layout, what: str) -> None:
@@ -359,12 +360,6 @@ def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
     return boxes.balanced_place(num_items, workers, item)
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError unless a value is one of those that there are."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
 def seed_of(seed: int, item: int, call: int = 0) -> int:
     """One seed for an item, and for each time that numbers are drawn for it.
 
@@ -375,13 +370,3 @@ def seed_of(seed: int, item: int, call: int = 0) -> int:
     # would give neighbouring seeds and items the same generator.
     words = repr((seed, item, call)).encode()
     return zlib.crc32(words) << 32 | zlib.adler32(words)
-
-
-@contextmanager
-def drawing(seed: int, item: int, call: int, device: torch.device) -> Iterator[None]:
-    """Let torch's generators draw for an item; after the block they go on as if nothing was."""
-    # Of this device alone: by default torch would save the state of every GPU.
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed_of(seed, item, call))
-        yield

@@ -1,7 +1,8 @@
 """The spread tensor, and the table that defines what torch's functions do with it.
 
-It may import `operators` (for transforms), `primitives`, `core` and `transport`. `periodic_halo` is
-for packages above: a tensor that is continued periodically.
+It may import `operators` (for transforms), `primitives`, `core` and `transport`. For packages above
+are `periodic_halo`, a tensor that is continued periodically, and `seeded`, generators that draw
+from a seed for a while.
 """
 
 from tessel.tensor import call as _call  # noqa: F401  (torch's functions are called through it)
@@ -22,5 +23,6 @@ from tessel.tensor.gathering import GatherWarning as GatherWarning
 from tessel.tensor.gathering import fallback as fallback
 from tessel.tensor.padding import periodic_halo as periodic_halo
 from tessel.tensor.reproducible_sum import sum as sum
+from tessel.tensor.shared_random import seeded as seeded
 from tessel.tensor.table import UnsupportedError as UnsupportedError
 from tessel.tensor.tensor import Tensor as Tensor

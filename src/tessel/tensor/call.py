@@ -48,7 +48,7 @@ from tessel.tensor.rules.pointwise import (
     is_pointwise,
     pointwise,
 )
-from tessel.tensor.shared_random import common_number, common_seed
+from tessel.tensor.shared_random import common_number, common_seed, seeded
 from tessel.tensor.table import (
     FOUND,
     PLAIN,
@@ -170,9 +170,8 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(each.is_whole for each in layouts):
         raise unsupported(name, "scripted code has no rule", *layouts)
-    number = common_number(layouts[0].partition)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(common_seed(number))
+    seed = common_seed(common_number(layouts[0].partition))
+    with seeded(seed, *{each.device for each in spread_among(args, kwargs)}):
         return of_whole(name, func, args, kwargs)
 
 

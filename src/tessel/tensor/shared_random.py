@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -47,6 +50,24 @@ def seed_generators(seed: int) -> None:
     if kind is not None:
         module = torch.get_device_module(kind)
         getattr(module, "manual_seed_all", module.manual_seed)(seed)  # MPS has one device
+
+
+@contextmanager
+def seeded(seed: int, *devices: torch.device) -> Iterator[None]:
+    """Let torch's generators draw from a seed; after the block they go on as if nothing was.
+
+    Args:
+        seed: the same on all workers, if they are to draw the same.
+        devices: whose generators too, besides that of the CPU. Others are left alone, which
+            `torch.manual_seed` would seed as well, and nobody restore.
+    """
+    gpus = [each for each in devices if each.type == "cuda"]
+    with torch.random.fork_rng(gpus):
+        if all(each.type == "cpu" for each in devices):
+            torch.default_generator.manual_seed(seed)
+        else:
+            seed_generators(seed)
+        yield
 
 
 def common_number(partition: Partition) -> int:

@@ -16,6 +16,7 @@ from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state
 from tessel.primitives.shard_layouts import layout_of_parts
 from tessel.tensor.counter_random import bits, places
+from tessel.tensor.shared_random import seeded
 from tessel.tensor.tensor import is_spread
 
 SEEDS = 2**63 - 1  # the greatest int64, up to which torch draws whole numbers
@@ -98,9 +99,8 @@ def random_stream(split: bool, partition: Partition | None = None) -> Iterator[N
     _, seed, _ = _agree(row, f"random_stream(split={split!r})", None, torch.empty(0))
     if split:
         seed = int(bits(seed, torch.tensor(row.rank or 0), 0))  # another one for each worker
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(list(devices)):
-        torch.manual_seed(seed)
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    with seeded(seed, *(torch.device("cuda", k) for k in range(count))):
         yield
 
 

@@ -23,7 +23,7 @@ from tessel.tensor.gathering import gathered, may_gather, say
 from tessel.tensor.rules.batched import holds_anywhere
 from tessel.tensor.rules.pointwise import changed, check_change, is_in_place, pointwise
 from tessel.tensor.rules.reductions import argument
-from tessel.tensor.shared_random import common_number
+from tessel.tensor.shared_random import common_number, seeded
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -353,9 +353,7 @@ def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     say(name, spread)
     seed = common_number(layout.partition)
     whole, settings = gathered(args), gathered(kwargs)
-    device = spread[0].device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with seeded(seed, spread[0].device):
         result = func(*whole, **settings)
     return _like_operand(result, layout)
 
