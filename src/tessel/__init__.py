@@ -4,8 +4,6 @@ This module exports the public interface. It may import every package except `cl
 import it.
 """
 
-import importlib as _importlib
-import sys as _sys
 from typing import Any as _Any
 
 # First of all: the kernel imports `transport`, which imports `core.boxes`. If something imported
@@ -79,12 +77,6 @@ from tessel.tensor import sum as sum
 from tessel.tensor import zeros as zeros
 from tessel.tracing import trace as trace
 from tessel.version import __version__ as __version__
-
-# The kernel's modules lay here once: code that imports them so, and files that were saved by
-# `torch.save`, which name classes by their modules, find them.
-for _name in ("boxes", "windows", "partition", "layout", "plan", "move", "linop", "agreement"):
-    _module = _importlib.import_module(f"tessel.core.{_name}")
-    globals()[_name] = _sys.modules[f"tessel.{_name}"] = _module
 
 # Names that documents have in `nn`, for what works on whole models and stands above it.
 for _name in (

@@ -110,12 +110,6 @@ def keep_freed_memory() -> bool:
     return all(library.mallopt(setting, _LARGEST) == 1 for setting in settings)
 
 
-def has_huge_pages() -> bool:
-    """Whether the system gives huge pages to processes that ask for them."""
-    said = _words(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
-    return "[always]" in said or "[madvise]" in said
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()

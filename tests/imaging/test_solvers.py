@@ -881,15 +881,6 @@ def test_a_folder_that_cannot_get_its_name_raises_on_all_workers(run: Run, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {f"iteration-0000000{k}" for k in (1, 2)}
 
 
-@pytest.mark.parametrize("name", ["worker-0-of-1", "worker-0-of-1.safetensors"])
-def test_a_checkpoint_of_an_earlier_version_is_refused(run: Run, tmp_path: Path, name: str) -> None:
-    """Which wrote a folder, or a file, for each worker."""
-    (tmp_path / "iteration-00000002" / name).mkdir(parents=True)
-    ((kind, text),) = run(few, str(tmp_path), nprocs=1)
-    assert kind == "ValueError" and "was written by an earlier version of Tessel" in text
-    assert f"iteration-00000002/{name}" in text
-
-
 class Halving:
     def grad(self, x: Tensor) -> Tensor:
         return x / 2

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import tessel
 from tessel.errors import WorkerLost
 from tessel.launch import Workers, launch
-from tessel.machine import HUGE_PAGES, has_huge_pages, keep_freed_memory
+from tessel.machine import HUGE_PAGES, keep_freed_memory
 
 pytestmark = pytest.mark.ends_workers
 
@@ -549,6 +549,12 @@ def huge_pages_of_a_tensor() -> int:
     lines = Path("/proc/self/smaps").read_text().splitlines()
     found = sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
     return 1024 * found if x.numel() else 0
+
+
+def has_huge_pages() -> bool:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    said = enabled.read_text() if enabled.exists() else ""
+    return "[always]" in said or "[madvise]" in said
 
 
 @pytest.mark.skipif(not has_huge_pages(), reason="this system gives no huge pages")

@@ -458,7 +458,7 @@ def check_odd_models() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             agree_with(alone, spread, SPLIT, (2, 3, 8, 8))
-    with pytest.raises(ValueError, match="fallback must be 'gather' or 'raise', got 'no'"):
+    with pytest.raises(ValueError, match="fallback must be one of gather, raise, got 'no'"):
         tessel.nn.distribute_module(nn.ReLU(), place(SPLIT), "no")
 
 

@@ -34,6 +34,7 @@ from tessel.core.partition import Partition as Partition
 from tessel.core.partition import world as world
 from tessel.core.shared import Replicate as Replicate
 from tessel.core.shared import anchored_zeros as anchored_zeros
+from tessel.core.shared import copying as copying
 from tessel.core.shared import replicate as replicate
 from tessel.core.shared import shared_whole as shared_whole
 from tessel.core.shared import total as total

@@ -147,6 +147,13 @@ def shared_whole(partition: Partition, shape: Shape) -> Layout:
 
 
 @kept_in_job
+def copying(partition: Partition, shape: Shape) -> Replicate:
+    """From a shared value to a copy for each worker; also of one worker, whose graph it marks."""
+    shared = shared_whole(partition, shape)
+    return Replicate(shared, replace(shared, shared=()))
+
+
+@kept_in_job
 def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | None:
     """How workers use a value of this shape; None if all that have several do the same with it."""
     sizes, alike = layout.partition.shape, {*layout.shared, *shared}

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from math import ceil, floor
 from typing import Protocol
 
 import numpy as np
@@ -196,22 +194,6 @@ class Mirrored:
     def hull(self, outputs: Interval) -> Interval:
         places = self.places(outputs)
         return min(places), max(places) + 1
-
-
-def num_outputs(
-    length: int, kernel: int, stride: int, padding: int, dilation: int = 1, ceil_mode: bool = False
-) -> int:
-    """How many outputs a pool has along a dimension of this length, as torch counts them.
-
-    In `ceil_mode` a last window may stick out, if it begins within the tensor or its left padding.
-
-    >>> num_outputs(8, 3, 2, 0), num_outputs(8, 3, 2, 0, ceil_mode=True)
-    (3, 4)
-    """
-    free = length + 2 * padding - dilation * (kernel - 1) - 1
-    count = (ceil if ceil_mode else floor)(Fraction(free, stride)) + 1
-    sticks_out = ceil_mode and (count - 1) * stride >= length + padding
-    return count - sticks_out
 
 
 Table = tuple[np.ndarray, np.ndarray]  # indices and weights, both (tap, output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import index as as_int
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.core.shared import Replicate, shared_whole
+from tessel.core.shared import copying, shared_whole
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import (
     Sharding,
@@ -198,13 +197,6 @@ class _TensorMovement(Movement):
 
 
 _movement = kept_in_job(_TensorMovement)
-
-
-@kept_in_job
-def copying(partition: Partition, shape: Shape) -> LinearOperator:
-    """The operator from a shared value to separate copies of it: nothing moves."""
-    shared = shared_whole(partition, shape)
-    return Replicate(shared, replace(shared, shared=()))
 
 
 def reducing(partition: Partition, shape: Shape) -> LinearOperator:

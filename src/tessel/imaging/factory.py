@@ -11,7 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tessel.imaging.context import DistributedContext, check_choice
+from tessel.errors import check_choice
+from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     checked_sizes,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tessel.core import Layout, Shape, Signature, agree, anchored_zeros, total
-from tessel.imaging.context import DistributedContext, check_choice
+from tessel.errors import check_choice
+from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
     WAY_OUT,

@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -29,18 +28,16 @@ from tessel import transport
 from tessel.core import (
     LinearOperator,
     Partition,
-    Replicate,
     Shape,
     agree,
     anchored_zeros,
+    copying,
     is_compiling,
     operator_of,
     setting,
-    shared_whole,
     tell,
 )
 from tessel.imaging.context import DistributedContext
-from tessel.transport import kept_in_job
 
 # What holds no other tensors: the search ends there, and not in the modules of Python.
 _PLAIN = (
@@ -175,13 +172,6 @@ def gradients_of(tensors: Iterable[Tensor]) -> str:
     """Which gradients are asked for, in words that must be the same on all workers."""
     shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
     return f", gradients of tensors of shapes [{shapes}]" if shapes else ""
-
-
-@kept_in_job
-def copying(partition: Partition, shape: Shape) -> Replicate:
-    """From a shared value to a copy for each worker; also of one worker, whose graph it marks."""
-    shared = shared_whole(partition, shape)
-    return Replicate(shared, replace(shared, shared=()))
 
 
 class Copies(dict[int, Tensor]):

@@ -23,7 +23,8 @@ from tessel.core import (
     grad_alike,
     shared_whole,
 )
-from tessel.imaging.context import DistributedContext, check_choice
+from tessel.errors import check_choice
+from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,

@@ -27,15 +27,17 @@ from tessel.core import (
     Shape,
     agree,
     anchored_zeros,
+    copying,
     shared_whole,
     tell,
     total,
 )
-from tessel.imaging.context import DistributedContext, check_choice
+from tessel.errors import check_choice
+from tessel.imaging.context import DistributedContext
 from tessel.imaging.fidelity import REDUCTIONS, DistributedDataFidelity
 from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import LocalTensors
-from tessel.imaging.parameters import anchor_of, copying, depending_on, needs_grad
+from tessel.imaging.parameters import anchor_of, depending_on, needs_grad
 from tessel.imaging.parts.operators import normal
 from tessel.imaging.physics import AT_IMAGE, DistributedPhysics, Factory, Term
 from tessel.imaging.signal import Image, local_data

@@ -33,6 +33,7 @@ from tessel.core.linop import enter, is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
+from tessel.errors import check_choice
 from tessel.nn import buckets
 from tessel.nn.layer import (
     Layer,
@@ -58,7 +59,7 @@ from tessel.nn.wrapped import (
 )
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.adoption import FreshTensors, belongs_elsewhere, fresh
-from tessel.tensor.gathering import check_choice, written_whole
+from tessel.tensor.gathering import FALLBACKS, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
 from tessel.tensor.rules.fourier import homes
 from tessel.tensor.shared_random import (
@@ -67,6 +68,7 @@ from tessel.tensor.shared_random import (
     common_seed,
     has_common_seed,
     seed_generators,
+    seeded,
 )
 from tessel.tensor.table import gathered, in_backward, running
 from tessel.tensor.tensor import is_spread
@@ -110,7 +112,7 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     >>> tessel.nn.distribute_module(model, P)(torch.ones(2, 3, 16, 16)).shape
     torch.Size([2, 8, 16, 16])
     """
-    check_choice(fallback)
+    check_choice("fallback", fallback, FALLBACKS)
     stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
     refuse_flattened(type(model).__name__, model.modules(), P_x)
     if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
@@ -209,8 +211,7 @@ class Stream:
                 )
             if self.draws_on_gpu:
                 raise NotImplementedError(NO_DRAWING)
-            with torch.random.fork_rng([]):
-                torch.default_generator.manual_seed(seed)
+            with seeded(seed):
                 yield
             return
         # a fork of the generators: those of the caller go on after the model as they were before

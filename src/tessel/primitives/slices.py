@@ -23,7 +23,7 @@ class SliceMovement(Movement):
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> LinearOperator:
         """The operator on one slice, or a ValueError if the shapes in it do not fit."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `operator`")
+        raise NotImplementedError(f"{type(self).__name__} must implement `slice_operator`")
 
     def operators(self, shapes: Mapping[int, Shape]) -> Sequence[LinearOperator]:
         return [self.slice_operator(row, shapes) for row in self._slices]

@@ -14,6 +14,7 @@ import torch
 
 from tessel.core.context import setting
 from tessel.encoding import encodable
+from tessel.errors import check_choice
 from tessel.tensor.call_site import CallSite, current_place
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import (
@@ -27,7 +28,7 @@ from tessel.tensor.table import (
 from tessel.tensor.tensor import Tensor
 from tessel.transport import num_workers
 
-_CHOICES = ("gather", "raise")
+FALLBACKS = ("gather", "raise")
 _choice: ContextVar[str] = ContextVar("fallback", default="gather")
 _said: set[tuple[str, CallSite]] = set()
 # What parts were written into as a whole, since a model was called; None outside of models.
@@ -36,13 +37,6 @@ written_whole: ContextVar[list[str] | None] = ContextVar("written_whole", defaul
 
 class GatherWarning(UserWarning):
     """That a function gathered its operands, since it has no rule for such layouts."""
-
-
-def check_choice(choice: str) -> None:
-    """Raise ValueError for what is no fallback."""
-    if choice not in _CHOICES:
-        choices = " or ".join(map(repr, _CHOICES))
-        raise ValueError(f"fallback must be {choices}, got {choice!r}")
 
 
 @contextmanager
@@ -57,7 +51,7 @@ def fallback(choice: str) -> Iterator[None]:
     >>> with tessel.fallback("raise"):
     ...     pass
     """
-    check_choice(choice)
+    check_choice("fallback", choice, FALLBACKS)
     with setting(_choice, choice):
         yield
 

@@ -32,7 +32,7 @@ from tessel.core import (
     Window,
     reads,
 )
-from tessel.imaging.context import check_choice
+from tessel.errors import check_choice
 from tessel.tensor import periodic_halo
 from tessel.transport import kept_in_job
 

@@ -200,10 +200,6 @@ class Checkpoint:
         folder, workers, layout = self._generation(iteration), space.workers, space.layout
         saying = f"the checkpoint in {self.folder} cannot be read"
         with together(_CALL, workers, saying):
-            for old in folder.glob("worker-*-of-*"):
-                raise ValueError(
-                    f"{old} was written by an earlier version of Tessel and cannot be read"
-                )
             entries, keys = stored_in(folder)
             own = _notes(folder, entries, f"notes.{workers.rank}")
         is_other = own is None or (own.size, own.layout) != (workers.size, layout.identity)

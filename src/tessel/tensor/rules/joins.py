@@ -1,4 +1,4 @@
-"""Functions that put strips of tensors together: joining, rolling, flipping, padding.
+"""Functions that put runs of tensors together: joining, rolling, flipping, padding.
 
 Each worker's part of the result is made of runs of the operands. What it reads of each is an
 interval, so that a `Move` brings just that, and the runs are joined where they are needed.
@@ -31,31 +31,29 @@ from tessel.tensor.table import (
 )
 from tessel.tensor.tensor import Tensor
 
-Strip = tuple[Tensor, int, int]  # a tensor, and from where to where along a dimension
 
-
-def joined(strips: Sequence[Strip], dim: int, target: Layout) -> Tensor:
+def joined(runs: Sequence[tuple[Tensor, int, int]], dim: int, target: Layout) -> Tensor:
     """Runs of tensors, one after the other along a dimension.
 
     Args:
-        strips: tensors that have the target's lengths but for `dim`, with bounds along it.
+        runs: tensors that have the target's lengths but for `dim`, with bounds along it.
         dim: the dimension.
         target: how the result lies.
     """
     cut = target.cuts[dim]
-    runs, offset = [], 0  # the offset is where a strip begins in the result
-    for x, start, stop in strips:
-        # What a worker reads of the strip, clipped to it: nothing where its part lies elsewhere.
+    found, offset = [], 0  # the offset is where a run begins in the result
+    for x, start, stop in runs:
+        # What a worker reads of the run, clipped to it: nothing where its part lies elsewhere.
         reads = tuple(
             (min(max(a - offset, 0) + start, stop), min(max(b - offset, 0) + start, stop))
             for a, b in cut.intervals
         )
-        runs.append(moved(x, target.recut(dim, Cut(cut.axes, reads), x._layout.shape[dim])))
+        found.append(moved(x, target.recut(dim, Cut(cut.axes, reads), x._layout.shape[dim])))
         offset += stop - start
     if len(target.shape) > 1:
-        return made(torch.cat(runs, dim), target)
+        return made(torch.cat(found, dim), target)
     # of an empty row torch.cat has a constant as its derivative, but not of a matrix of such rows
-    return made(torch.cat([run.unsqueeze(0) for run in runs], 1).squeeze(0), target)
+    return made(torch.cat([run.unsqueeze(0) for run in found], 1).squeeze(0), target)
 
 
 @rule("cat", "concat", "concatenate")
@@ -75,11 +73,8 @@ def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     # what is in more parts, and then what is larger, rather stays where it is
     most = max(layouts, key=lambda x: (prod(len(c.intervals) for c in x.cuts), prod(x.shape)))
     target = most.split_like(shape)
-    strips: list[Strip] = []
-    for each in operands:
-        x = as_spread(each.to(outline.dtype), target.partition)
-        strips.append((x, 0, x.shape[dim]))
-    return joined(strips, dim, target)
+    found = [as_spread(each.to(outline.dtype), target.partition) for each in operands]
+    return joined([(x, 0, x.shape[dim]) for x in found], dim, target)
 
 
 @rule("stack")
@@ -189,12 +184,12 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def _in_a_circle(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     length = x._layout.shape[dim]
     start, stop = max(-before, 0), length - max(-after, 0)  # negative widths cut off first
-    strips = [
+    runs = [
         (x, stop - max(before, 0), stop),
         (x, start, stop),
         (x, start, start + max(after, 0)),
     ]
-    return joined(strips, dim, _longer(x._layout, dim, before + length + after))
+    return joined(runs, dim, _longer(x._layout, dim, before + length + after))
 
 
 def _longer(layout: Layout, dim: int, length: int) -> Layout:

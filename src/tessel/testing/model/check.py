@@ -18,11 +18,11 @@ from tessel import transport
 from tessel.core.context import setting
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.errors import WorkerLost
+from tessel.errors import WorkerLost, check_choice
 from tessel.nn.convert import distribute_module
 from tessel.tensor.call_site import is_library
 from tessel.tensor.comparing import compare, comparing
-from tessel.tensor.gathering import check_choice
+from tessel.tensor.gathering import FALLBACKS
 from tessel.testing.model.arguments import ModelArguments
 from tessel.testing.model.report import ModelReport, merged
 from tessel.testing.model.runs import (
@@ -86,7 +86,7 @@ def check_model(
     True
     """
     given = ModelArguments(inputs, dict(kwargs or {}), where, dtype)
-    check_choice(fallback)
+    check_choice("fallback", fallback, FALLBACKS)
     if calls < 1:
         raise ValueError(f"calls must be at least 1, got {calls}")
     everyone = transport.group_of(range(transport.num_workers()))
