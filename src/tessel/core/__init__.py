@@ -1,4 +1,4 @@
-"""The kernel: where values are stored (`Layout`), and what moves them (`Move`), a linear operator.
+"""The kernel: where values are stored (`Layout`), and the linear operator that moves them (`Move`).
 
 From the bottom: `boxes` and `windows` are integers only, `partition` and `layout` define which
 worker holds what, `plan` computes the pieces of a movement, and `linop` and `move` make it an

@@ -5,10 +5,10 @@ Every worker describes its tensor in a few words (shape, dtype, device, whether 
 gradient), all get all descriptions, and each draws the same conclusion from them. There are four
 ways to do so:
 
-- `Agreement` is for a call that repeats: who calls keeps it, and pays for one exchange and one
-  look into a dictionary, as operators and layers do;
+- `Agreement` is for a call that is repeated: the caller keeps it, and pays for one exchange and
+  one dictionary lookup, as operators and layers do;
 - `agree` is for all other calls: with several tensors or none, and with numbers that change;
-- `agree_on_call` is for what is part of another call, and for groups that are no partition;
+- `agree_on_call` is for a step within another call, and for groups that are no partition;
 - `tell` is for objects, at set-up and for the text of errors.
 """
 
@@ -29,8 +29,8 @@ from tessel.core.layout import Shape
 from tessel.core.partition import Partition
 from tessel.transport import NUM_WORDS, Group, code_of, packed_words
 
-# Messages of agreements have one length, and so have signatures, whatever a tensor has: with room
-# for so many dimensions, four of them fit into a message.
+# All messages of agreements have one length, and so have all signatures: with room for this many
+# dimensions, four of them fit into a message.
 MAX_DIM = 10
 MEMORY = 256  # conclusions, and signatures, that an agreement remembers
 # words of a signature: dtype, device, flags, number of dimensions, lengths
@@ -53,7 +53,7 @@ _DEVICE_CODES = {device: code for code, device in enumerate(_DEVICES)}
 
 @dataclass(frozen=True)
 class Signature:
-    """What one worker brings to a movement; no dtype if it is nothing that can be moved."""
+    """What one worker brings to a movement; without a dtype if it is nothing that can be moved."""
 
     shape: Shape
     dtype: torch.dtype | None
@@ -66,7 +66,10 @@ class Signature:
 
     @classmethod
     def of(cls, x: Any) -> Signature:
-        """That of a tensor, and of anything else one without a dtype; a signature stays."""
+        """Return the signature of a tensor; for any other object one without a dtype.
+
+        A signature is returned as it is.
+        """
         if isinstance(x, Signature):
             return x
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
@@ -136,12 +139,12 @@ Conclusion = Callable[[dict[int, Shape], TensorMeta], T]
 SignaturesOfOutputs = dict[int, Signature]  # by worker
 # the shapes by worker, and what all tensors have in common
 ShapesAndMeta = tuple[dict[int, Shape], TensorMeta]
-NumbersByWorker = dict[int, tuple[int, ...]]  # what each worker said
+NumbersByWorker = dict[int, tuple[int, ...]]  # the words of each worker
 
 
 @dataclass
 class Agreement(Generic[T]):
-    """Where workers agree, call after call, with one tensor each.
+    """The agreement of a call that is repeated, with one tensor from each worker.
 
     Args:
         group: who must agree.
@@ -162,7 +165,7 @@ class Agreement(Generic[T]):
     check_outputs: Callable[[dict[int, Shape], TensorMeta, SignaturesOfOutputs], None] | None = None
     compiled: dict[Any, T] = field(default_factory=dict)  # of calls in compiled code
     _known: dict[bytes, T] = field(default_factory=dict)
-    _said: dict[Any, bytes] = field(default_factory=dict)  # what this worker says, by its tensor
+    _said: dict[Any, bytes] = field(default_factory=dict)  # the words of this worker, by its tensor
 
     def agree_on(self, x: Tensor | Signature, out: Any = None) -> T:
         """One small exchange; what follows from it is worked out once for the same signatures.
@@ -203,12 +206,12 @@ class Agreement(Generic[T]):
                 assert self.check_outputs is not None
                 self.check_outputs(*held, outputs)
             remember(self._known, everyones, conclusion)
-        self.group.number_call()  # what follows from it counts as one call, on all workers alike
+        self.group.number_call()  # what follows counts as one call, on all workers alike
         return conclusion
 
 
 class Heard(NamedTuple):
-    """What all workers of a call said.
+    """What all workers passed to an agreement.
 
     Attributes:
         tensors: for each tensor, the shapes by worker and what all of them have in common.
@@ -230,19 +233,20 @@ def agree(
 ) -> Heard:
     """Let the workers of a partition make the same call, or raise ValueError on all of them.
 
-    One small exchange, or more where there are more tensors than fit. Workers raise if their
-    calls differ, or the dtype, the device or the number of dimensions of a tensor. What else must
-    be equal, or is wrong on one worker only, belongs into the text of the call: workers that say
-    different things all raise, and the error quotes both. A worker that is not of the partition
-    says and hears nothing.
+    It takes one small exchange, or several if the tensors do not fit into one. Workers raise if
+    their calls differ, or the dtype, the device or the number of dimensions of a tensor. Anything
+    else that must be equal, or that is wrong on one worker only, belongs into the text of the
+    call: if the texts differ, all workers raise, and the error quotes both. A worker outside of
+    the partition does nothing and gets nothing.
 
     Args:
         partition: the workers.
-        call: what is called, in the words of its user.
-        tensors: what each worker brings, as many on each; a signature stands for a tensor.
-        names: what the tensors are, for the text of errors.
-        numbers: what else this worker says, in 64 bits each: as a seed, or a checksum of values.
-        identity: what must be equal on all workers, where the text of the call does not say all.
+        call: the call, in the words of its user.
+        tensors: the tensors of this worker, as many on each worker; a signature stands for a
+            tensor.
+        names: names of the tensors, for errors.
+        numbers: other integers of this worker, of 64 bits each: a seed, or a checksum of values.
+        identity: whatever must be equal on all workers and is not in the text of the call.
         givers: the workers whose tensors count; None for all of them.
     """
     group, ranks = partition.prepare(), partition.ranks
@@ -281,11 +285,11 @@ def agree_on_call(
     It does not count as a call.
 
     Args:
-        group: who must make the same call; this worker is one of them.
-        call: in the words of its user; where these take long, what makes them for an error.
-        code: a number for all in which workers must be alike; None for that of the text.
-        words: what else this worker says.
-        alike: of so many first words all workers must say the same that say one, and not 0.
+        group: the workers that must make the same call; this worker is one of them.
+        call: the text of the call; a function that makes it for an error, if this takes long.
+        code: a number of everything that must be equal; by default that of the text.
+        words: other words of this worker.
+        alike: how many of the first words must be equal on all workers that pass one other than 0.
 
     Returns:
         The words of all workers, a row for each, with zeros behind them.
@@ -301,14 +305,14 @@ def agree_on_call(
 
 
 def tell(partition: Partition, value: Any) -> dict[int, Any]:
-    """What each worker of a partition has to say, by worker: what `encoding` has a form for."""
+    """Exchange Python values: the value of each worker, by worker. `encoding` must support them."""
     group = partition.prepare()
     return dict(zip(group.workers, group.share_objects(value), strict=True))
 
 
 def remember(memory: dict[K, V], key: K, value: V) -> None:
-    """Keep something, and forget what was kept first if there is much."""
-    # Workers may forget at different times: what is forgotten is worked out again, alone.
+    """Store a value, and drop the oldest one if there are many."""
+    # Workers may drop values at different times: each computes a dropped value again by itself.
     if len(memory) >= MEMORY:
         memory.pop(next(iter(memory)), None)
     memory[key] = value
@@ -387,7 +391,7 @@ def _overlaps(x: Tensor) -> bool:
 def _held(
     label: str, workers: tuple[int, ...], givers: tuple[int, ...], told: bytes
 ) -> ShapesAndMeta:
-    """What the workers hold by their signatures, or ValueError in the name of `label`."""
+    """The shapes by signatures and the meta, or ValueError in the name of `label`."""
     rows = np.frombuffer(told, dtype=np.int64).reshape(-1, NUM_SIGNED).tolist()
     said = dict(zip(workers, map(Signature.from_words, rows), strict=True))
     _check_modes(label, said)
@@ -441,7 +445,7 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def as_agreed(x: Tensor, meta: TensorMeta, gives: bool) -> Tensor:
-    """What enters a movement: the tensor itself, or an empty one of the agreed kind."""
+    """The tensor that enters a movement: the tensor itself, or an empty one of the agreed kind."""
     if not gives:
         empty = torch.empty(0, dtype=meta.dtype, device=meta.device)
         dense = isinstance(x, Tensor) and x.layout is torch.strided
@@ -452,22 +456,22 @@ def as_agreed(x: Tensor, meta: TensorMeta, gives: bool) -> Tensor:
 
 
 def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
-    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
+    """A tensor that requires a gradient if it does on any worker, so that all graphs are alike."""
     if not meta.needs_grad or x.requires_grad:
         return x
     found = x.detach().requires_grad_()
-    if has_tangent(x):  # which `detach` leaves behind
+    if has_tangent(x):  # `detach` drops the tangent
         found = forward_ad.make_dual(found, forward_ad.unpack_dual(x).tangent)
     return found
 
 
 def entered(x: Tensor, meta: TensorMeta, gives: bool = True) -> Tensor:
-    """What enters a call: it needs a gradient, or has a tangent, if one does anywhere."""
+    """The tensor that enters a call: with a gradient, or a tangent, if any worker's has one."""
     return grad_alike(as_agreed(x, meta, gives), meta)
 
 
 def in_forward_mode() -> bool:
-    """Whether this worker computes forward-mode derivatives now."""
+    """Whether this worker computes forward-mode derivatives."""
     return forward_ad._current_level >= 0
 
 
@@ -477,7 +481,7 @@ def in_transform() -> bool:
 
 
 def same(values: dict[int, Any], what: str, label: str) -> Any:
-    """The one value that all workers of `values` have; ValueError if they differ."""
+    """The value that all workers have; ValueError if the values differ."""
     first, expected = next(iter(values.items()))
     for worker, value in values.items():
         if value != expected:

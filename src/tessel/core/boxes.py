@@ -59,7 +59,7 @@ def balanced_part(length: int, parts: int, place: int) -> Interval:
 
 
 def balanced_place(length: int, parts: int, index: int) -> int:
-    """Which of the intervals of `balanced` has an index.
+    """The number of the interval of `balanced` that contains an index.
 
     >>> balanced_place(10, 4, 5)
     1
@@ -71,10 +71,10 @@ def balanced_place(length: int, parts: int, index: int) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Balanced(Sequence[Interval]):
-    """The intervals of `balanced`, worked out one by one as they are asked for.
+    """The intervals of `balanced`, computed when they are needed.
 
-    Equal to the tuple that `balanced` gives. Plans for a hundred thousand workers use it: a
-    dimension in so many parts costs what one in two does.
+    It is equal to the tuple that `balanced` returns. With it, plans for a hundred thousand workers
+    cost as little as plans for two.
 
     >>> Balanced(10, 4)[2], Balanced(10, 4) == balanced(10, 4)
     ((6, 8), True)
@@ -132,15 +132,15 @@ def overlap(a: Interval, b: Interval) -> Interval | None:
 
 
 def all_overlap(some: Sequence[Interval], others: Sequence[Interval]) -> bool:
-    """Whether each of `some` shares an index with each of `others`.
+    """Whether each interval of `some` shares an index with each of `others`.
 
     >>> all_overlap([(0, 2), (2, 4)], [(0, 4)]), all_overlap([(0, 2), (2, 4)], [(0, 2)])
     (True, False)
     """
     if any(start == stop for start, stop in (*some, *others)):
         return False
-    # Two intervals overlap if each starts before the other stops: so the last start and the first
-    # stop decide for all, without a look at each pair.
+    # Two intervals overlap if each starts before the other stops. So the last start and the first
+    # stop decide for all pairs, without a look at each.
     starts, stops = zip(*some, strict=True)
     other_starts, other_stops = zip(*others, strict=True)
     return max(starts) < min(other_stops) and max(other_starts) < min(stops)
@@ -157,7 +157,7 @@ def grow(interval: Interval, left: int, right: int, length: int) -> Interval:
 
 
 def disjoint(intervals: Sequence[Interval]) -> bool:
-    """Whether no index lies in two of the intervals."""
+    """Whether no index is in two of the intervals."""
     filled = sorted(interval for interval in intervals if interval[0] < interval[1])
     return all(a[1] <= b[0] for a, b in pairwise(filled))
 
@@ -193,7 +193,7 @@ def common_volume(a: Box, b: Box) -> int:
 
 
 def within(part: Box, box: Box) -> Region:
-    """Where `part` lies in a tensor that stores `box`.
+    """The position of `part` in a tensor that stores `box`.
 
     >>> within(((4, 6),), ((3, 9),))
     (slice(1, 3, None),)
@@ -205,15 +205,15 @@ def within(part: Box, box: Box) -> Region:
 
 
 def runs(shape: Sequence[int], limit: int) -> tuple[Box, ...]:
-    """Cut a tensor into boxes of at most `limit` indices, each a contiguous run, in their order.
+    """Cut a tensor into boxes of at most `limit` indices, each contiguous in memory, in order.
 
     >>> runs((4, 3), 6)
     (((0, 2), (0, 3)), ((2, 4), (0, 3)))
     >>> runs((2, 3), 2)
     (((0, 1), (0, 2)), ((0, 1), (2, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3)))
     """
-    # As many of the last dimensions as fit are taken whole; the one before them is cut into parts,
-    # and those before that one are taken index by index.
+    # As many trailing dimensions as fit are taken whole; the one before them is cut into parts, and
+    # those before that one are taken index by index.
     inner, dim = 1, len(shape)
     while dim and inner * shape[dim - 1] <= limit:
         inner *= shape[dim - 1]

@@ -19,10 +19,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def checksum(tensor: Any) -> int:
-    """A number that depends on every bit of a tensor and on its place; 0 for what has no values.
+    """A number that depends on every bit of a tensor and on its position; 0 for other objects.
 
-    Tensors that differ in order, in signs (also that of zero) or in NaNs have other numbers, but
-    for one in four billion. What is on a GPU stays there: only the number comes to the host.
+    Tensors that differ in order, in signs (also that of zero) or in NaNs have different numbers,
+    except for one pair in four billion. A tensor on a GPU stays there: only the number is copied.
 
     >>> import torch
     >>> checksum(torch.tensor([0.0, 1.0])) == checksum(torch.tensor([1.0, 0.0]))
@@ -32,7 +32,7 @@ def checksum(tensor: Any) -> int:
     """
     if not is_dense(tensor):
         return 0
-    with _DisableFuncTorch():  # which would wrap all that is made from values again
+    with _DisableFuncTorch():  # which would wrap all new tensors again
         # The values alone, without derivatives and the wrappers of torch.func.
         while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
@@ -62,11 +62,11 @@ def mixed_sum(flat: Tensor) -> int:
     >>> mixed_sum(torch.ones(4)) == mixed_sum(-torch.ones(4))
     False
     """
-    # On a GPU, where crc32 cannot reach: sums can be taken in any order, so that they are parallel.
+    # For GPUs, where crc32 cannot be used: a sum can be computed in any order, in parallel.
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     total, kind = 0, _INTEGERS[flat.element_size()]
-    for start in range(0, flat.numel(), _STEP):  # an image of the largest kind leaves little room
+    for start in range(0, flat.numel(), _STEP):  # the largest images leave little room
         words = flat[start : start + _STEP].view(kind).to(torch.int64)
         words = words ^ (words >> 29)
         places = torch.arange(start, start + words.numel(), device=words.device) * 2 + 1
@@ -74,25 +74,25 @@ def mixed_sum(flat: Tensor) -> int:
     return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 
-NO_VALUES = (0, -1, 0)  # what is said of integers that are not there, or not yet
+NO_VALUES = (0, -1, 0)  # stands for integers that do not exist, or not yet
 
 
 def range_of(
     values: Any, dtypes: Sequence[torch.dtype], ignored: int | None = None, is_copy: bool = True
 ) -> tuple[int, int, int]:
-    """The least and the greatest of some integers, and a checksum; (0, -1, …) if there are none.
+    """The smallest and the largest of some integers, and a checksum; (0, -1, …) if there are none.
 
-    Copies that must be equal are compared by it, and ids that must be in range.
+    It compares copies that must be equal, and ids that must be in range.
 
     Args:
         values: a tensor of one of the dtypes; anything else counts as none.
-        dtypes: those that are looked at.
+        dtypes: the dtypes that are looked at.
         ignored: a value that counts in the checksum alone.
-        is_copy: whether there is something to compare; else the checksum is 0.
+        is_copy: whether there is another copy to compare with; if not, the checksum is 0.
     """
     if not is_dense(values) or values.dtype not in dtypes:
         return NO_VALUES
-    with _DisableFuncTorch():  # what is only looked at belongs to no transform
+    with _DisableFuncTorch():  # reading values is no part of a transform
         found = values.detach().to("cpu", torch.int64).contiguous().numpy()
     said = zlib.crc32(found.data) if found.size and is_copy else 0
     if ignored is not None and found.size and found.min() <= ignored <= found.max():
@@ -101,10 +101,10 @@ def range_of(
 
 
 def is_within(low: int, high: int, count: int) -> bool:
-    """Whether the integers of such a range are all less than `count`, and not less than 0."""
+    """Whether all integers of such a range are at least 0 and less than `count`."""
     return low > high or 0 <= low <= high < count
 
 
 def is_dense(value: Any) -> bool:
-    """Whether values can be looked at; what the workers agree on says what else is wrong."""
+    """Whether the values can be read; the agreement reports anything else that is wrong."""
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta

@@ -38,11 +38,11 @@ current_trace: ContextVar[list[Any] | None] = ContextVar("current_trace", defaul
 
 
 def is_compiling() -> bool:
-    """Whether a compiler looks at this call, or traces it.
+    """Whether a compiler traces this call.
 
-    Before 2.13, torch says so only while Dynamo reads code, not while tensors without values go
-    through it.
+    Before 2.13, torch says so only while Dynamo reads code, not while tensors without values are
+    traced.
     """
-    # Every movement asks several times: this is `torch.compiler.is_compiling()` without what it
-    # asks of scripted code, which this never is. Dynamo knows the first function, and not the flag.
+    # Every movement asks this several times, so it is `torch.compiler.is_compiling()` without its
+    # check for scripted code. Dynamo supports the first function, but cannot read the flag.
     return is_dynamo_compiling() or _compiler._is_compiling_flag or current_trace.get() is not None

@@ -33,13 +33,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """Keep compilers out of a function, and of all that it calls: what they compile ends before it.
+    """Keep compilers out of a function, and of everything that it calls.
 
-    A compiler that meets something it cannot trace calls it, and would go on with compiling what is
-    called inside. A call of the function itself is as fast as before.
+    A compiler that meets something it cannot trace calls it, and would go on with compiling the
+    functions that are called inside. A call of the function itself is as fast as before.
     """
     skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the function, of what it calls
+    # of the function, of the functions that it calls
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
@@ -60,17 +61,17 @@ def _without_values(x: Tensor, handle: str) -> Tensor:
     return x.new_empty(object_of(handle.partition("#")[0]).codomain.local_shape)
 
 
-# Agreements and messages are made in each run, and not in a replay of what a GPU did in one.
+# Agreements and messages must be made in each run, not replayed on a GPU.
 _TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
 
 
 @torch.library.custom_op("tessel::apply", mutates_args=(), tags=_TAGS)
 def node(x: Tensor, handle: str) -> Tensor:
-    """Apply the operator of this handle, whose messages carry the number behind it, if any."""
+    """Apply the operator of this handle; the number behind the handle is that of its messages."""
     return _applied(x, handle)
 
 
-# The same after the node that gave the token: what graphs are made of. It is registered without
+# The same after the node that returned the token: graphs contain this one. It is registered without
 # `custom_op`, which adds a dozen functions of Python to each run of a node.
 _library = torch.library.Library("tessel", "FRAGMENT")
 _library.define(
@@ -107,7 +108,8 @@ def _(mode: FunctionalTensorMode, func: Any, types: Any, args: Any, kwargs: Any)
     """
     is_backward = torch._C._current_graph_task_id() != -1
     was_backward, token = _tokens.get(mode, (is_backward, None))
-    if is_backward and not was_backward:  # another graph: what is forward comes before all of it
+    # a new backward graph: the forward nodes come before all of it
+    if is_backward and not was_backward:
         token = None
     meta = get_current_meta()
     policy = meta.get("recompute")
@@ -123,13 +125,13 @@ def _(mode: FunctionalTensorMode, func: Any, types: Any, args: Any, kwargs: Any)
     return result
 
 
-# what was put last into a graph that is made now: whether in its backward pass, and its token
+# the last node of the graph that is being made: whether it is in the backward pass, and its token
 _tokens: WeakKeyDictionary[FunctionalTensorMode, tuple[bool, Tensor]] = WeakKeyDictionary()
 
 
 def placed(x: Tensor, operator: Any) -> Tensor:
-    """The result of an operator as a node of the graph that is made now."""
-    if torch.compiler.is_dynamo_compiling():  # a movement by itself; it cannot look into contexts
+    """The result of an operator as a node of the graph that is being made."""
+    if torch.compiler.is_dynamo_compiling():  # a movement by itself; Dynamo cannot read contexts
         _be_ready()
         return node(x, operator.handle)
     trace = current_trace.get()
@@ -141,13 +143,13 @@ def placed(x: Tensor, operator: Any) -> Tensor:
 
 @contextmanager
 def outside_of_graphs() -> Iterator[None]:
-    """What is done here is no part of a graph that is traced: tensors have values."""
+    """Run the block outside of the graph that is being traced: tensors have values."""
     with _disable_current_modes():
         yield
 
 
 class NoDrawing(TorchDispatchMode):
-    """Raise for random numbers: each worker would draw its own when compiled code runs."""
+    """A mode that raises for random numbers: in compiled code each worker would draw its own."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -156,7 +158,7 @@ class NoDrawing(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             given = {each.name: each.default_value for each in func._schema.arguments}
             given |= dict(zip(given, args, strict=False)) | kwargs
-            # a dropout of nothing, also that of attention, draws nothing
+            # a dropout with p = 0, also in attention, draws nothing
             if given.get("dropout_p", given.get("p")) != 0.0:
                 raise NotImplementedError(f"{func}: {NO_DRAWING_IN_GRAPHS}")
         return func(*args, **kwargs)
@@ -177,10 +179,10 @@ NOT_IN_GRAPHS = (
 
 
 def settings_in(module: torch.nn.Module) -> list[Any]:
-    """The plain attributes and the hooks of a module and all in it, which a graph cannot see."""
+    """The plain attributes and the hooks of a module and its submodules, invisible to a graph."""
     found: list[Any] = []
     for each in module.modules():
-        # in every run of a graph: most attributes are sorted out without a step of Python
+        # This runs in every run of a graph, so most attributes are sorted out without Python code.
         attributes = each.__dict__
         kinds = [*map(type, attributes.values())]
         found += compress(attributes.items(), map(_PLAIN.__contains__, kinds))
@@ -203,21 +205,21 @@ _OF_SEVERAL = frozenset((tuple, dict, OrderedDict))
 
 
 def fix_lengths(x: Tensor) -> bool:
-    """Let a compiler take the lengths of a tensor for constants; True."""
+    """Let a compiler treat the lengths of a tensor as constants; True."""
     _ = [len(range(length)) for length in x.shape]
     return True
 
 
 def in_graphs(holder: str = "") -> Callable[[F], F]:
-    """Let compilers have in their graph what a method computes with parts.
+    """Let compilers trace how a method computes with parts.
 
-    Dynamo puts a call of the method into its graph without a look at it, and what makes the graph
-    of autograd runs it, on tensors without values. Parameters and buffers are arguments then. The
-    class derives from `HasHandle`, which says what it may define for that.
+    Dynamo puts a call of the method into its graph without tracing it; the tracing of autograd's
+    graph then runs it, on tensors without values. Parameters and buffers become arguments. The
+    class derives from `HasHandle`, which lists the attributes that it may define for this.
 
     Args:
-        holder: the attribute with the module whose parameters it uses; by default its own object,
-            which has none if it is no module.
+        holder: the attribute with the module whose parameters the method uses; by default the
+            object itself, which has none if it is no module.
     """
 
     def decorate(method: F) -> F:
@@ -238,7 +240,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
             names: list[str] = []
             values: list[Tensor] = []
             if isinstance(module, torch.nn.Module):
-                # a graph is that of a mode: it is made anew when one of these changes
+                # a graph belongs to a mode: it is made anew when one of these changes
                 modes = "".join(["t" if each.training else "e" for each in module.modules()])
                 own = self.plain_parameters()
                 for key, value in module.named_parameters() if own is None else own.items():
@@ -247,7 +249,7 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
                 for key, buffer in module.named_buffers():
                     names.append(key)
                     values.append(buffer)
-            # Dynamo follows torch's pytrees through all that it hands over: so one text
+            # Dynamo traces torch's pytree functions for each argument: so there is one text
             count = str(len(args))
             texts = _BETWEEN.join([self.handle, name, holder, modes, count, *kinds, *names])
             result = _called[0](texts, *args, *values, **kwargs)
@@ -259,35 +261,37 @@ def in_graphs(holder: str = "") -> Callable[[F], F]:
     return decorate
 
 
-# Compiled code knows tensors by their classes, and not by attributes. What a class says of a tensor
-# is its `graph_attribute`, a name and a value; a `graph_key` tells such classes apart.
+# Compiled code knows tensors by their classes, not by their attributes. A class describes a tensor
+# by its `graph_attribute`, a name and a value; a `graph_key` distinguishes such classes.
 graph_kinds: dict[str, type] = {}
-UNKNOWN = "?"  # the key of a class that does not say it
+UNKNOWN = "?"  # the key of a class without one
 
 
 @constant_in_graphs
 def _kind_given(handle: str) -> type | None:
-    """The class of what a method gave when it was last traced, if it says something."""
+    """The class of the result of a method when it was last traced, if the class describes it."""
     return graph_kinds.get(object_of(handle).__dict__.get("_given_kind", ""))
 
 
-_called: list[Callable[..., Any]] = []  # what runs a method in a graph, when a compiler is there
+# the function that runs a method in a graph, once a compiler is loaded
+_called: list[Callable[..., Any]] = []
 
 
 @constant_in_graphs
 def _be_ready() -> bool:
     # not before: the compiler takes as long to import as torch
     if not _called:
-        # What cannot be traced is called as it is, and nothing that it calls is compiled then.
+        # Untraceable code is called as it is, and nothing that it calls is compiled.
         _called.append(torch._dynamo.nonstrict_trace(untraced(_run)))
-        # Others wait for a worker also where it needs nothing of what comes, as with an empty part.
+        # Others wait for a worker even if it needs none of the values, for example with an empty
+        # part.
         torch.fx.node.has_side_effect(torch.ops.tessel.apply.default)
         torch.fx.node.has_side_effect(torch.ops.tessel.apply_after.default)
-        SAC_IGNORED_OPS.add(torch.ops.tessel.apply.default)  # or torch says again: it is repeated
+        SAC_IGNORED_OPS.add(torch.ops.tessel.apply.default)  # else torch warns that it is repeated
     return True
 
 
-_BETWEEN = "\0"  # texts that are handed over as one
+_BETWEEN = "\0"  # joins the texts that are passed as one
 
 
 def _run(texts: str, /, *given: Any, **kwargs: Any) -> Any:
@@ -297,8 +301,8 @@ def _run(texts: str, /, *given: Any, **kwargs: Any) -> Any:
         texts: the handle of the object, the name of its method, the attribute with the module, the
             modes of this, the number of the arguments, the key of the class of each argument, and
             the name of each tensor.
-        given: the arguments of the method, and then the parameters and buffers of the module.
-        kwargs: of the method.
+        given: the arguments of the method, followed by the parameters and buffers of the module.
+        kwargs: keyword arguments of the method.
     """
     from torch.nn.utils.stateless import _reparametrize_module
 
@@ -309,15 +313,16 @@ def _run(texts: str, /, *given: Any, **kwargs: Any) -> Any:
     module = getattr(caller, holder) if holder else caller
     own = dict(zip(names, values, strict=True))
     with _reparametrize_module(module, own, tie_weights=True) if own else nullcontext():
-        # By what it is called with, as before 2.13 torch does not say that it traces. Tensors with
-        # values come from a backend that runs what Dynamo gives it.
+        # Decided by the arguments, as torch before 2.13 does not say that it traces. Tensors with
+        # values come from a backend that runs Dynamo's graph as it is.
         if detect_fake_mode((values, args, kwargs)) is None:
             _say(kinds, (*args, *kwargs.values()))
             return getattr(caller, name)(*args, **kwargs)
-        # Lengths that are fixed by now are symbols in these tensors still, and no keys of caches.
+        # These tensors still have symbols for lengths that are fixed now, and symbols are no cache
+        # keys.
         args, kwargs = tree_map_only(Tensor, _with_numbers, (args, kwargs))
         _say(kinds, (*args, *kwargs.values()))
-        trace: list[Any] = []  # whose operators live as long as the graph that names them
+        trace: list[Any] = []  # its operators live as long as the graph that names them
         caller.__dict__.setdefault("_traces", []).append(trace)
         alone = transport.num_workers() == 1
         with (
@@ -332,9 +337,9 @@ def _run(texts: str, /, *given: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _keeping_nothing(module: Any) -> Iterator[None]:
-    """Let modules forget the tensors that they keep for the next call, as a grid of positions.
+    """Let modules drop the tensors that they keep for the next call, such as a grid of positions.
 
-    They have no values: each graph computes its own. What is noted beside them is forgotten, too.
+    Those have no values here: each graph computes its own. Notes about them are dropped, too.
     """
     held = list(module.modules()) if isinstance(module, torch.nn.Module) else []
     before = [dict(vars(each)) for each in held]
@@ -354,7 +359,7 @@ def _with_numbers(x: Tensor) -> Tensor:
 
 
 def _say(kinds: list[str], given: tuple[Any, ...]) -> None:
-    """Let tensors have the attributes that their classes in compiled code stand for."""
+    """Set the attributes of tensors that their classes in compiled code stand for."""
     for key, x in zip(kinds, given, strict=True):
         if key:
             setattr(x, *graph_kinds[key].graph_attribute)  # type: ignore[attr-defined]
@@ -363,7 +368,7 @@ def _say(kinds: list[str], given: tuple[Any, ...]) -> None:
 def eagerly(function: F) -> F:
     """Let compiled code call a function as it is, outside of its graph.
 
-    What it moves depends on an agreement of all workers at each call.
+    Its movements depend on an agreement of all workers in each call.
     """
 
     @wraps(function)

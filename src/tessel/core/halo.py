@@ -1,7 +1,7 @@
-"""The halo: what a worker reads of others, without the part that it has itself.
+"""The halo: the values that a worker reads from others, without its own part.
 
-A move to wider boxes copies each worker's own part into them. Where that part can be used where it
-is, only what lies around it need travel, and it may travel while the worker computes.
+A move to wider boxes copies each worker's own part into them. Where that part can be used in
+place, only its surroundings need to travel, and they may travel while the worker computes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ArrivedParts = dict[int, Tensor]  # by worker
 
 @dataclass(frozen=True)
 class HaloBox:
-    """A box of values of others, with room for zeros around it.
+    """A box of values of other workers, with room for zeros around it.
 
     Attributes:
         origin: the global index of its first element, which may lie outside of the tensor.
-        shape: of the strip.
-        box: where it has values, in global indices.
+        shape: the shape of the strip.
+        box: the part of it that has values, in global indices.
     """
 
     origin: tuple[int, ...]
@@ -47,7 +47,7 @@ class HaloBox:
         return prod(self.shape)
 
     def region(self, part: Box) -> Region:
-        """Where a global box lies in the strip."""
+        """The position of a global box in the strip."""
         return tuple(
             slice(start - first, stop - first)
             for (start, stop), first in zip(part, self.origin, strict=True)
@@ -60,10 +60,10 @@ class Halo(LinearOperator):
     Forward:  y_s[i] = x_owner(i)[i] for i in the strips of s.    Adjoint:  x_r[i] = Σ_s y_s[i].
 
     Args:
-        source: where the tensor lies.
-        read: what each worker reads, its own part and what lies around it.
-        strips: for each worker, in the order of the partition, disjoint strips of what it reads
-            and does not have.
+        source: the layout of the tensor.
+        read: the layout that each worker reads, its own part and the surroundings.
+        strips: for each worker, in the order of the partition, disjoint strips of `read`
+            outside of its own part.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Halo(LinearOperator):
         return () if place is None else self.strips[place]
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The strips that lie one after the other in a flat tensor."""
+        """The strips of a flat tensor in which they are stored one after the other."""
         parts = flat.split([strip.numel for strip in self.own_strips]) if self.own_strips else ()
         return [part.view(s.shape) for part, s in zip(parts, self.own_strips, strict=True)]
 
@@ -93,20 +93,21 @@ class Halo(LinearOperator):
         return self.finish_adjoint(self.start_adjoint(y)(), y)
 
     def start(self, x: Tensor) -> Callable[[], ArrivedParts]:
-        """Send what others read of this part; the result waits for what comes."""
+        """Send the values of this part that others read; the result waits for the strips."""
         return _by_peer(self._there, x)
 
     def finish(self, arrived: ArrivedParts, like: Tensor) -> Tensor:
-        """Put what came into the strips."""
-        flat = like.new_zeros(self.codomain.local_shape)  # as is what lies outside of the tensor
+        """Copy the received values into the strips."""
+        # zero where the strip is outside of the tensor
+        flat = like.new_zeros(self.codomain.local_shape)
         views = self.split(flat)
         for peer, strip, there, here in self._copies:
             views[strip][there].copy_(arrived[peer][here])
         return flat
 
     def start_adjoint(self, y: Tensor) -> Callable[[], ArrivedParts]:
-        """Send what the strips hold back to where it came from."""
-        # Zeros: of what a peer sends, forward, the strips may leave something out.
+        """Send the values of the strips back to the workers that they came from."""
+        # Zeros, since the strips may lack some of the values that a peer sends in the forward pass.
         arrives = self._plan.arrives
         flat = y.new_zeros(sum(piece.numel for piece in arrives))
         parts = flat.split([piece.numel for piece in arrives]) if arrives else ()
@@ -117,13 +118,14 @@ class Halo(LinearOperator):
         return _by_peer(self._back, flat)
 
     def finish_adjoint(self, arrived: ArrivedParts, like: Tensor) -> Tensor:
-        """What came, where it belongs, and zeros elsewhere."""
+        """The received values in their places, and zeros elsewhere."""
         return self.add_arrived(arrived, like.new_zeros(self.domain.local_shape))
 
     def add_arrived(self, arrived: ArrivedParts, x: Tensor) -> Tensor:
-        """Add what came to where it belongs, in place."""
-        # Added, not copied: the strips of two workers may hold the same index. And in the order of
-        # the plan, whoever answers first, so that sums are the same in every run.
+        """Add the received values in their places."""
+        # Added, not copied: the strips of two workers may contain the same index. The order is that
+        # of
+        # the plan, not of arrival, so that sums are the same in every run.
         for piece in self._plan.gives:
             x[piece.region].add_(arrived[piece.peer])
         return x
@@ -134,7 +136,7 @@ class Halo(LinearOperator):
 
     @cached_property
     def _copies(self) -> list[tuple[int, int, Region, Region]]:
-        """(peer, number of the strip, where in the strip, where in what the peer sends)."""
+        """(peer, number of the strip, region of the strip, region of the peer's message)."""
         box = self.read.box()
         if box is None:
             return []
@@ -155,7 +157,7 @@ class Halo(LinearOperator):
 
     @cached_property
     def _back(self) -> Apart:
-        """Those of the adjoint: from a flat tensor that has what goes to each peer, in order."""
+        """The messages of the adjoint, from a flat tensor with the values for each peer."""
         arrives = self._plan.arrives
         ends = accumulate((piece.numel for piece in arrives), initial=0)
         gives = [
@@ -173,9 +175,9 @@ def _by_peer(exchange: Apart, x: Tensor) -> Callable[[], ArrivedParts]:
 class AsyncHalo:
     """One application of a halo in two steps, so that a worker can compute while data travels.
 
-    `start(x)` sends; `wait(token)` gives the strips. In the backward pass the adjoint starts where
-    the strips were waited for and is waited for where the input was sent: what was computed between
-    the two is derived between them.
+    `start(x)` sends; `wait(token)` returns the strips. In the backward pass the adjoint starts
+    where the strips were waited for and is waited for where the input was sent: operations between
+    the two are differentiated in the meantime.
     """
 
     def __init__(self, halo: Halo) -> None:
@@ -184,10 +186,11 @@ class AsyncHalo:
         self._send, self._wait = (_HaloStep(halo, there, back, waits) for waits in (False, True))
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Send; x, for one use meanwhile, and a token for what is on its way.
+        """Send x; return x, for one use in the meantime, and a token for the messages in transit.
 
-        What comes back in a backward pass is added to the gradient of this use where it lies. So
-        the gradient must be made for it, as that of a convolution is.
+        In a backward pass the received values are added to the gradient of this use in place. So
+        this
+        gradient must be a tensor of its own, as that of a convolution is.
         """
         if in_transform() or is_compiling():
             return x, record(self._send, x)
@@ -196,26 +199,26 @@ class AsyncHalo:
         return own, token
 
     def wait(self, token: Tensor) -> Tensor:
-        """The strips, one after the other in a flat tensor, when they have come."""
+        """The strips, one after the other in a flat tensor, when they have arrived."""
         return record(self._wait, token)
 
 
 _InTransit = deque[
     Callable[[], ArrivedParts]
-]  # what is on its way: in forward mode a tangent follows
+]  # messages in transit: in forward mode those of a tangent follow
 
 
 class _HaloStep(LinearOperator):
-    """A step of a halo exchange: send and give a token, or wait and put what came into its place.
+    """A step of a halo exchange: send and return a token, or wait and fill the strips.
 
-    The adjoint of sending is to wait in the adjoint exchange, and the other way round.
+    The adjoint of sending is waiting in the adjoint exchange, and vice versa.
 
     Args:
-        halo: what is exchanged.
-        there: what this exchange has sent and not waited for.
-        back: the same of its adjoint.
+        halo: the operator.
+        there: the messages of this exchange that were sent and not waited for.
+        back: those of its adjoint.
         waits: whether this is the second step.
-        adjoint: whether it is one of the adjoint exchange.
+        adjoint: whether it is a step of the adjoint exchange.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class _HaloStep(LinearOperator):
     ) -> None:
         self.halo, self.there, self.back = halo, there, back
         self.waits, self.adjoint = waits, adjoint
-        token = halo.codomain  # whose values nobody reads
+        token = halo.codomain  # its values are never read
         end = halo.codomain if waits != adjoint else halo.domain
         self.domain, self.codomain = (token, end) if waits else (end, token)
         self._group = halo.group
@@ -243,10 +246,10 @@ class _HaloStep(LinearOperator):
 
 @dataclass(frozen=True)
 class _HaloStepInPlace:
-    """A step for a tensor that is also used where it is: x to x and a token.
+    """A step for a tensor that is also used in place: from x to x and a token.
 
-    Its adjoint takes x and a token to x plus what came, as `Halo.add_arrived` does: it needs
-    neither a tensor of zeros with what came in it nor a sum of two whole tensors.
+    Its adjoint maps x and a token to x plus the received values, as `Halo.add_arrived` does,
+    without a tensor of zeros for these values, and without a sum of two whole tensors.
     """
 
     step: _HaloStep
@@ -269,6 +272,6 @@ class _HaloStepInPlace:
         assert token is not None
         if x is None:
             return (self.step._apply(token),)
-        # derived again, x may be kept elsewhere; else it was made for this alone
+        # in a second derivative x may be kept elsewhere; otherwise it was made for this alone
         total = x.clone() if x.requires_grad else x
         return (self.step.halo.add_arrived(self.step.there.popleft()(), total),)

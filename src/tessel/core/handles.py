@@ -15,21 +15,22 @@ _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 class HasHandle:
     """An object with a `handle` of its own; a copy of it gets another.
 
-    If a method of it is to be in graphs (`in_graphs`), it has `can_be_traced`, which says of a call
-    whether it can be, and may define how parameters enter and of which classes results are.
+    A class with a method for graphs (`in_graphs`) defines `can_be_traced`, which says whether a
+    call
+    can be in one, and may define how parameters enter and of which classes results are.
 
-    No other process has the same handle, since compilers keep their results on the disk by what a
-    graph says. It is text, since they take whole numbers for something that may change.
+    No other process has the same handle, since compilers cache their results on disk under the
+    text of a graph. It is a string, since compilers assume that integers may change.
     """
 
     handle: str
-    # attributes of this process or job, which a copy has to find anew, perhaps on another worker
+    # attributes of this process or job, which a copy computes anew, perhaps on another worker
     _derived: ClassVar[frozenset[str]] = frozenset({"handle"})
 
-    gives_kinds: ClassVar[bool] = False  # whether a result is of the class that it had in the trace
+    gives_kinds: ClassVar[bool] = False  # whether results have the class that they had in the trace
 
     def plain_parameters(self) -> dict[str, Any] | None:
-        """The parameters as compiled code takes them; None for those of the module as they are."""
+        """The parameters as compiled code takes them; None for the module's own."""
         return None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +40,7 @@ class HasHandle:
         return instance
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was agreed on, and cached properties, a copy finds anew like all that is derived.
+        # A copy computes agreements and cached properties anew, like everything that is derived.
         return {
             name: value
             for name, value in self.__dict__.items()

@@ -1,14 +1,14 @@
 """Hierarchy: exchanges of several hosts, in which each value crosses between two hosts once.
 
-Workers of one host that store the same box are a *local group*. What they would each send to
-another host, or each get from it, is one thing: terms of a sum are added within the group first,
-and copies are made within the group last. Of a value that several hosts hold, each takes its own
-copy. Between hosts a group is one: each of its workers carries a slice of the box, or one of them
-all of it if that is little. So a movement has up to three exchanges:
+Workers of one host that store the same box are a *local group*. The messages that they would each
+send to another host, or each get from it, are combined: terms of a sum are added within the group
+first, and copies are made within the group last. If several hosts store a value, each takes its own
+copy. Between hosts each worker of a group carries a slice of the box, or one worker carries
+all of it if it is small. So a movement has up to three exchanges:
 
     within groups: each adds up its slice  →  between hosts  →  within groups: all get all slices
 
-All of it is a pure function of two layouts and of who runs on which host, as plans are.
+All of this is a pure function of two layouts and the hosts of the workers, as plans are.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from tessel.core.plan import (
 )
 from tessel.core.plan import route as direct_route
 
-# Elements. Up to the first one worker of a group carries all, in one message: what a message costs
-# beside its bytes, a millisecond where the threads of Gloo outnumber the cores, is more than what
-# several workers save by carrying a slice each. Up to the second each host gets the terms of all
-# others: that is one step, and a sum by parts has two.
+# Elements. Up to the first limit one worker of a group carries everything, in one message: the
+# cost of a message, a millisecond where the threads of Gloo outnumber the cores, is more than
+# several workers save by carrying a slice each. Up to the second limit each host gets the terms of
+# all others: that is one step, and a sum by parts has two.
 CARRIED_BY_ONE = 2**18
 SMALL = 2**14
 
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The workers of one host that store one box; of a sum, those whose terms are added first.
+    """The workers of one host that store one box; in sums, those whose terms are added first.
 
     Attributes:
         host: its number.
         workers: in ascending order.
-        box: that all of them store.
-        slices: which part of it each of them carries between hosts; None for nothing.
-        terms: of a sum, for each term that this group adds those of its workers that hold it; none
-            where the host lacks one of the terms that are added together.
+        box: the box that all of them store.
+        slices: the part of it that each of them carries between hosts, or None.
+        terms: in sums, the workers of the group that hold each of the terms that it adds; empty
+            if the host lacks one of the terms that are added together.
     """
 
     host: int
@@ -65,7 +65,7 @@ class LocalGroup:
         return self.slices[self.workers.index(worker)]
 
     def givers(self, taker: int) -> list[int]:
-        """Who gives each term to a worker: itself if it can be; else holders take turns."""
+        """The worker that gives each term to `taker`: itself if it can; else holders take turns."""
         return [
             taker if taker in holders else holders[taker % len(holders)] for holders in self.terms
         ]
@@ -74,25 +74,25 @@ class LocalGroup:
 class LocalGroups:
     """The groups of a layout.
 
-    Several hosts may hold a shared term of a sum, but all workers add in one order, so that copies
-    of sums are equal to the last bit. So each term has one host as its owner, chosen so that there
-    are few, and terms of one owner are added together: by the owner, and by each host that holds
-    all of them.
+    Several hosts may hold a shared term of a sum, but all workers must add in one order, so that
+    copies of sums are equal to the last bit. So each term has one host as its owner, chosen so that
+    there are few owners, and terms of one owner are added together: by the owner, and by each host
+    that holds all of them.
 
     Args:
-        layout: of what groups store.
-        hosts: of all workers.
+        layout: the layout of the tensor.
+        hosts: the hosts of all workers.
         sums: whether its separate values are added.
 
     Attributes:
         all: in the order of hosts.
-        of: the group of each worker that stores something.
-        sums: for the terms of each owner, by host the groups that add them; in the order of sums.
-        adding: where in `sums` the term at a place on the grid is.
+        of: the group of each worker that stores a part.
+        sums: for the terms of each owner, the groups that add them, by host; in the order of sums.
+        adding: the index in `sums` of the term at a place on the grid.
     """
 
     def __init__(self, layout: Layout, hosts: Hosts, sums: bool = False) -> None:
-        holders: dict[Box, dict[Coordinates, list[int]]] = {}  # of each term, by its box
+        holders: dict[Box, dict[Coordinates, list[int]]] = {}  # holders of each term, by its box
         for worker in sorted(layout.partition.ranks):
             box, at = layout.box(worker), layout.partition.coordinates(worker)
             if box is not None and at is not None and boxes.volume(box):
@@ -116,7 +116,7 @@ class LocalGroups:
             for (host, box, owner), terms in found.items()
             if owner is None or [*terms] == [*found[owner, box, owner]]
         }
-        # Groups of one box have as many carriers: those of two hosts have the same slices then.
+        # Groups of one box have equally many carriers, so those of two hosts have the same slices.
         fewest: dict[Box, int] = {}
         for key in complete:
             count = sum(map(len, found[key].values()))
@@ -143,13 +143,13 @@ class LocalGroups:
         self.adding = {place: n for n, key in enumerate(owned) for place in found[key]}
 
     def adder(self, number: int, host: int) -> LocalGroup:
-        """Who gives a host the terms at a place in `sums`: its own group, or one of another."""
+        """The group that gives a host the terms at an index of `sums`: its own or another."""
         by_host = self.sums[number]
         return by_host[host] if host in by_host else [*by_host.values()][host % len(by_host)]
 
 
 def _owners(hosts_of: dict[Coordinates, set[int]]) -> dict[Coordinates, int]:
-    """The owner of each term, one of the hosts that hold it."""
+    """The owner of each term: one of the hosts that hold it."""
     left, owners = dict(hosts_of), {}
     while left:
         counts = Counter(host for there in left.values() for host in there)
@@ -164,7 +164,7 @@ def _slices(box: Box, carriers: int, workers: int) -> tuple[Box | None, ...]:
     lengths = boxes.extent(box)
     if prod(lengths) <= CARRIED_BY_ONE or carriers == 1:
         return (box, *[None] * (workers - 1))
-    # Along the first dimension that is long enough, whose slices lie together in memory.
+    # Along the first dimension that is long enough, as such slices are contiguous in memory.
     dim = next((d for d, n in enumerate(lengths) if n >= carriers), lengths.index(max(lengths)))
     parts = [
         (*box[:dim], boxes.shift(part, box[dim][0]), *box[dim + 1 :]) if part[0] < part[1] else None
@@ -182,11 +182,11 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
 
     Args:
         source, target: the layouts.
-        worker: whose plans these are.
-        hosts: of all workers of the job; empty if there is one host.
+        worker: the worker of these plans.
+        hosts: the hosts of all workers of the job; empty if there is one host.
     """
     ranks = (*source.partition.ranks, *target.partition.ranks)
-    if hosts and (min(ranks) < 0 or max(ranks) >= len(hosts)):  # placeholders run nowhere
+    if hosts and (min(ranks) < 0 or max(ranks) >= len(hosts)):  # placeholders are on no host
         hosts = ()
     direct = direct_route(source, target, worker, hosts)
     if not hosts or all(plan.silent for plan in direct):
@@ -208,7 +208,7 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
 
 @lru_cache(maxsize=1024)
 def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
-    """Whether groups add terms that go to other hosts; whether they copy what comes from others."""
+    """Whether groups add terms for other hosts; whether they copy values from other hosts."""
     sums = not source.owns_once
     gives, takes = local_groups(source, hosts, sums), local_groups(target, hosts)
     adds = copies = False
@@ -234,9 +234,9 @@ class _LocalGroupPlans:
 
     Args:
         source, target: the layouts.
-        hosts: of all workers.
-        adds: whether groups add up terms before these go to other hosts.
-        copies: whether groups copy what has come from other hosts.
+        hosts: the hosts of all workers.
+        adds: whether groups add up terms before they are sent to other hosts.
+        copies: whether groups copy values that came from other hosts.
     """
 
     source: Layout
@@ -254,11 +254,11 @@ class _LocalGroupPlans:
         return local_groups(self.target, self.hosts)
 
     def has(self, worker: int) -> Box | None:
-        """What a worker has for others, after what is added within its group."""
+        """The box that a worker has for others, after the sums within its group."""
         return _share(self.gives, worker, self.adds)
 
     def wants(self, worker: int) -> Box | None:
-        """What a worker gets, before what is copied within its group."""
+        """The box that a worker gets, before copies are made within its group."""
         return _share(self.takes, worker, self.copies)
 
     def add_within(self, worker: int) -> Plan:
@@ -275,7 +275,7 @@ class _LocalGroupPlans:
         return assembled(worker, gives, takes, shapes, once=False)
 
     def between(self, worker: int) -> Plan:
-        """What each worker has goes to all who want it."""
+        """Each worker sends its values to all who need them."""
         own, want = self.has(worker), self.wants(worker)
         gives, takes = [], []
         if own is not None:
@@ -289,13 +289,13 @@ class _LocalGroupPlans:
         if want is not None:
             takes = [Piece.of(giver, part, want) for giver, part in self._givers(worker, want)]
         if len(takes) == 2 and takes[0].region == takes[1].region:
-            # a + b is b + a: what comes from the other host is written, and the own term added
+            # a + b is b + a: the term of the other host is written, and the own one added
             takes.sort(key=lambda piece: piece.peer == worker)
         shapes = shape_of(own), shape_of(want)
         return assembled(worker, gives, takes, shapes, self.source.owns_once)
 
     def _givers(self, taker: int, want: Box) -> list[tuple[int, Box]]:
-        """Who gives what of a box, in the order of the sum."""
+        """The workers that give parts of a box, in the order of the sum."""
         if self.source.owns_once:
             return [
                 (giver_of(self.source, place, self.target, taker, self.hosts), part)
@@ -312,15 +312,15 @@ class _LocalGroupPlans:
 
     @property
     def is_even(self) -> bool:
-        """Whether each host adds all that it holds, and nobody else holds any of it."""
+        """Whether each host adds all terms that it holds, and no other host holds any of them."""
         found = {(group.host, group.box) for group in self.gives.all if group.terms}
         return len(found) == len(self.gives.all) == len(self.gives.sums)
 
     @property
     def is_long(self) -> bool:
-        """Whether so much is added over more than two hosts that each is to add a part of it.
+        """Whether a sum over more than two hosts is so large that each should add a part of it.
 
-        Else each gets the terms of all others, which sends more, in fewer steps.
+        Otherwise each host gets the terms of all others, which sends more, in fewer steps.
         """
         blocks: dict[Box, int] = {}
         for group in self.gives.all:
@@ -328,7 +328,7 @@ class _LocalGroupPlans:
         return any((count - 2) * boxes.volume(box) > SMALL for box, count in blocks.items())
 
     def sum_by_parts(self, worker: int) -> tuple[Plan, Plan]:
-        """The sum over hosts of what all of them want: each host adds one part of a slice."""
+        """The sum over hosts, if all of them need it: each host adds one part of a slice."""
         group, own = self.gives.of.get(worker), self.has(worker)
         mine = None if group is None else group.carried_by(worker)
         if group is None or own is None or mine is None:
@@ -336,7 +336,7 @@ class _LocalGroupPlans:
             return empty, assembled(worker, [], [], ((0,), (0,)), once=False)
         others = [each for each in self.gives.all if each.box == group.box]
         number = group.workers.index(worker)
-        peers = [each.workers[number] for each in others]  # who carry the same slice
+        peers = [each.workers[number] for each in others]  # which carry the same slice
         ((start, stop),) = mine
         cuts = boxes.balanced(stop - start, len(others))
         parts: list[Box] = [(boxes.shift(part, start),) for part in cuts]
@@ -350,7 +350,7 @@ class _LocalGroupPlans:
         return add, copy
 
     def copy_within(self, worker: int) -> Plan:
-        """Each worker of a group gives all others of it its slice."""
+        """Each worker of a group gives its slice to all others of the group."""
         group, mine, gives, takes = self.takes.of.get(worker), self.wants(worker), [], []
         if group is not None:
             if mine is not None:

@@ -23,7 +23,7 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dimension lies on the grid: `intervals[k]` at the k-th place along `axes`.
+    """How one dimension is split over the grid: `intervals[k]` at the k-th place along `axes`.
 
     A dimension that no axis splits has `axes == ()` and one interval. Intervals may be of any
     length, empty, and may overlap, as those of a halo do.
@@ -34,16 +34,16 @@ class Cut:
 
     @classmethod
     def whole(cls, length: int) -> Cut:
-        """That of a dimension which no axis splits."""
+        """The cut of a dimension that no axis splits."""
         return cls((), ((0, length),))
 
     def __hash__(self) -> int:
-        # This tells most cuts apart, and costs as little for very many intervals as for two.
+        # This distinguishes most cuts, and costs as little for many intervals as for two.
         return hash((self.axes, len(self.intervals), self.intervals[0]))
 
     @cached_property
     def span(self) -> Interval | None:
-        """Between which indices all intervals lie, or None if one stops before it starts."""
+        """The interval from the first to the last index, or None if one stops before it starts."""
         if isinstance(self.intervals, Balanced):
             return 0, self.intervals.length
         if any(start > stop for start, stop in self.intervals):
@@ -52,7 +52,7 @@ class Cut:
         return min(starts), max(stops)
 
     def is_consecutive(self, length: int) -> bool:
-        """Whether the intervals follow each other, with each index of a dimension in one of them.
+        """Whether the intervals are consecutive, with each index of a dimension in one of them.
 
         >>> Cut((0,), ((0, 2), (2, 2), (2, 5))).is_consecutive(5)
         True
@@ -105,7 +105,7 @@ class Layout:
                     f"dimension {dim} is split by axes {cut.axes} of {self.partition} into {parts} "
                     f"parts, got {len(cut.intervals)} intervals"
                 )
-            # Plans make many layouts of the same cuts, whose intervals are looked at once.
+            # Plans make many layouts of the same cuts, whose intervals are checked once.
             if cut.span is not None and cut.span[0] >= 0 and cut.span[1] <= length:
                 continue
             for start, stop in cut.intervals:
@@ -146,9 +146,9 @@ class Layout:
         if len(axes) != len(lengths):
             raise ValueError(f"expected one axis or None for each of {lengths}, got {axes}")
         by = tuple(None if axis is None else as_int(axis) for axis in axes)
-        transport.look_for_job()  # in another one this worker may have another part
+        transport.look_for_job()  # in another job this worker may have another part
         found = _split(partition, lengths, by, tuple(as_int(axis) for axis in shared))
-        # one that is equal may have no group yet, or that of another job
+        # an equal one may have no group yet, or that of another job
         return found if found.partition is partition else replace(found, partition=partition)
 
     @classmethod
@@ -160,7 +160,7 @@ class Layout:
 
     @classmethod
     def from_local_shapes(cls, partition: Partition, shapes: Mapping[int, Shape]) -> Layout:
-        """The layout of a tensor whose worker w stores a part of the shape `shapes[w]`."""
+        """The layout of a tensor whose worker w stores a part of shape `shapes[w]`."""
         _check_dims(partition, len(shapes[partition.ranks[0]]))
         lengths = []
         for dim, parts in enumerate(partition.shape):
@@ -189,7 +189,7 @@ class Layout:
     @classmethod
     @transport.kept_in_job
     def of_cuts(cls, partition: Partition, shape: Shape, cuts: tuple[Cut, ...]) -> Layout:
-        """These cuts; along axes that split nothing, workers share one value.
+        """The layout with these cuts; along axes that split nothing, workers share one value.
 
         >>> import tessel
         >>> tessel.Layout.of_cuts(tessel.world(), (6,), (Cut.whole(6),)).shared
@@ -212,7 +212,7 @@ class Layout:
         return cls(partition, (total,), (Cut(axes, intervals),), (), tuple(local_shapes))
 
     def grow(self, halo: Sequence[tuple[int, int]]) -> Layout:
-        """Every box widened by `halo[d] = (left, right)`, not beyond the global border."""
+        """The layout with boxes widened by `halo[d] = (left, right)`, up to the global border."""
         if len(halo) != len(self.shape):
             raise ValueError(f"expected one pair for each of {self.shape}, got {halo}")
         cuts = tuple(
@@ -222,7 +222,7 @@ class Layout:
         return replace(self, cuts=cuts)
 
     def resized(self, shape: Iterable[int]) -> Layout:
-        """A tensor of another shape on the same axes of the grid, in balanced parts.
+        """The layout of a tensor of another shape on the same axes of the grid, in balanced parts.
 
         >>> import tessel
         >>> tessel.Layout.from_lengths(tessel.world(), [[6]]).resized((3,)).local_shape
@@ -250,7 +250,7 @@ class Layout:
         return self._hash  # computed once: layouts are keys in every call
 
     def gathered(self, dims: Iterable[int]) -> Layout:
-        """The same with some dimensions whole, shared along the axes that split them.
+        """The layout with some dimensions whole, shared along the axes that split them.
 
         >>> import tessel
         >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
@@ -266,7 +266,7 @@ class Layout:
 
     @transport.kept_in_job
     def split_like(self, shape: Shape) -> Layout:
-        """A tensor of another shape that lies as this one, balanced where its lengths differ."""
+        """The layout for another shape: the same cuts, balanced ones where the length differs."""
         even = self.resized(shape)
         cuts = tuple(
             old if n == m else new
@@ -276,7 +276,7 @@ class Layout:
 
     @transport.kept_in_job
     def recut(self, dim: int, cut: Cut, length: int | None = None) -> Layout:
-        """The same with one dimension cut otherwise, and of another length if one is given."""
+        """The layout with another cut of one dimension, and another length if one is given."""
         shape = list(self.shape)
         shape[dim] = shape[dim] if length is None else length
         cuts = (*self.cuts[:dim], cut, *self.cuts[dim + 1 :])
@@ -284,7 +284,7 @@ class Layout:
 
     @transport.kept_in_job
     def reshaped_along(self, shape: Shape, dims: tuple[int, ...]) -> Layout:
-        """With other lengths of dimensions that are whole."""
+        """The layout with other lengths of dimensions that are whole."""
         cuts = tuple(
             Cut(cut.axes, ((0, shape[dim]),)) if dim in dims else cut
             for dim, cut in enumerate(self.cuts)
@@ -293,19 +293,19 @@ class Layout:
 
     @transport.kept_in_job
     def with_whole(self, dim: int, length: int) -> Layout:
-        """With one more dimension, which is whole."""
+        """The layout with one more dimension, which is whole."""
         shape = (*self.shape[:dim], length, *self.shape[dim:])
         cuts = (*self.cuts[:dim], Cut.whole(length), *self.cuts[dim:])
         return Layout(self.partition, shape, cuts, self.shared)
 
     @transport.kept_in_job
     def of_dim(self, dim: int) -> Layout:
-        """How a vector lies that has a value for each index of a dimension."""
+        """The layout of a vector that has a value for each index of a dimension."""
         return Layout(self.partition, (self.shape[dim],), (self.cuts[dim],), self.shared)
 
     @transport.kept_in_job
     def hosted(self, dims: tuple[int, ...], first: tuple[int, ...] = ()) -> Layout:
-        """With some dimensions whole, on as many workers as it can be; itself, if they are.
+        """The layout with some dimensions whole, on as many workers as possible.
 
         The axes that split them go over to the longest other dimensions, their hosts, of those in
         `first` if one is long enough. Along an axis without a host workers share one value.
@@ -340,9 +340,9 @@ class Layout:
         return replace(self, cuts=tuple(cuts), shared=tuple(sorted(shared)))
 
     def embedded(self, before: Sequence[int], after: Sequence[int]) -> Layout:
-        """The same parts as those of a tensor that is longer, by indices that nobody stores.
+        """The layout of a longer tensor with the same parts: nobody stores the additional indices.
 
-        A `Move` from here gives zeros there: this is how a tensor is padded.
+        A `Move` from it gives zeros there: this is how a tensor is padded.
         """
         cuts = tuple(
             Cut(cut.axes, tuple(boxes.shift(part, offset) for part in cut.intervals))
@@ -423,7 +423,7 @@ class Layout:
     def local_slice(self, worker: int | None = None) -> tuple[slice, ...]:
         """The indices of a worker's part (this one's by default) in the global tensor.
 
-        They pick a part out of anything that is indexed as the tensor is: a grid of coordinates,
+        They select a part of anything that is indexed as the tensor is: a grid of coordinates,
         wave numbers, an array in a file. A worker that stores nothing gets empty slices.
 
         >>> import tessel
@@ -435,12 +435,12 @@ class Layout:
 
     @cached_property
     def is_outside(self) -> bool:
-        """Whether this worker is none of the partition's."""
+        """Whether this worker is not in the partition."""
         return not self.partition.active
 
     @cached_property
     def counts(self) -> bool:
-        """Whether inner products count this worker's part: it has the first of the shared ones."""
+        """Whether inner products count this worker's part: that of the first of shared copies."""
         coordinates = self.partition.index
         return coordinates is not None and not any(coordinates[axis] for axis in self.shared)
 
@@ -462,8 +462,8 @@ class Layout:
         return boxes.extent(box)
 
     def agreement(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
-        """The places on the grid (0 along shared axes) whose boxes meet `box`, and where."""
-        hits = []  # for each dimension, the coordinates at which an interval lies that meets `box`
+        """The places on the grid (0 along shared axes) whose boxes meet `box`, and the overlaps."""
+        hits = []  # for each dimension, the coordinates of intervals that meet `box`
         for cut, want in zip(self.cuts, box, strict=True):
             sizes = [self.partition.shape[axis] for axis in cut.axes]
             hits.append(
@@ -514,14 +514,14 @@ class Layout:
     def inner(self, x: Tensor, y: Tensor) -> Tensor:
         """The inner product ⟨x, y⟩ of two tensors in this layout, on every worker of it.
 
-        It is a number: no gradient goes through it.
+        It is a number without a gradient.
         """
         mine = self.local_inner(x.detach(), y.detach())
         return self.partition.prepare().sum(mine) if self.partition.active else mine
 
     @property
     def identity(self) -> str:
-        """All of it in words, the same on every worker."""
+        """A complete description in words, the same on every worker."""
         values = (getattr(self, each.name) for each in fields(self) if each.name != "partition")
         return repr((self.partition.ranks, self.partition.shape, *values))
 

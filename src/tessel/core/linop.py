@@ -36,7 +36,7 @@ from tessel.core.partition import Outline
 from tessel.transport import Again
 
 AgreedOperator = tuple["LinearOperator", TensorMeta]
-Tensors = Sequence[Tensor | None]  # None is a zero that nobody computed, or left out
+Tensors = Sequence[Tensor | None]  # None is a zero that was not computed, or is missing
 ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
 
 
@@ -62,7 +62,7 @@ class LinearOperator(HasHandle):
     domain: Layout
     codomain: Layout
     _group: transport.Group | None = None
-    _again: Again | None = None  # makes what was made before once more, in one call of the engine
+    _again: Again | None = None  # makes a call once more, by one call of the engine
     _derived = HasHandle._derived | {"_group", "_again"}
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -93,17 +93,19 @@ class LinearOperator(HasHandle):
         return apply_agreed(self, x, self.domain.partition.active, out)
 
     def apply(self, x: Tensor, meta: TensorMeta | None = None) -> Tensor:
-        """Apply the operator without asking the others.
+        """Apply the operator without an agreement.
 
-        Every worker must pass what `domain` says, and all or none an input that needs a gradient.
+        Every worker must pass a tensor as `domain` describes it; all inputs require a gradient, or
+        none.
         """
         if self._group is None:
             self.prepare()
         if not self.takes_part:
             if not isinstance(self.domain.partition, Outline):
                 return x
-            # This worker holds nothing and follows without values: x has none, and so has this.
-            # As a sum it hangs on x in autograd's graph, as it does where there are values.
+            # This worker has no part and follows without values: neither x nor the result has any.
+            # If it is a sum, it depends on x in autograd's graph, as it does where there are
+            # values.
             shape = self.codomain.local_shape
             return x.sum(dtype=x.dtype).expand(shape) if x.requires_grad else x.new_empty(shape)
         if x.shape != self.domain.local_shape:
@@ -113,7 +115,8 @@ class LinearOperator(HasHandle):
             )
         y = record(self, x, meta is not None and meta.needs_grad)
         if meta is not None and meta.has_tangent and not in_forward_mode():
-            self._apply(torch.zeros_like(x))  # others move tangents: so does this worker, a zero
+            # others move tangents, so this worker moves one, too: a zero
+            self._apply(torch.zeros_like(x))
         return y
 
     def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
@@ -122,10 +125,11 @@ class LinearOperator(HasHandle):
             return out.copy_(self._apply(x))
 
     def prepare(self) -> transport.Group:
-        """Make the group of the operator, all workers of the job together, and give it.
+        """Make the group of the operator, on all workers of the job together, and return it.
 
-        Constructors do so, and the first call of an operator that has none: of a copy, or one that
-        was loaded, perhaps by this worker alone.
+        Constructors do so, and so does the first call of an operator without a group: a copy, or
+            one
+        that was loaded, perhaps by this worker alone.
         """
         group = self._group
         if group is None:
@@ -133,13 +137,13 @@ class LinearOperator(HasHandle):
             with outside_of_graphs() if is_traced() else nullcontext():
                 group = transport.group_of(self._members())
             self.__dict__["_group"] = group
-            for part in [*vars(self).values()]:  # those that it is made of, if it is a copy
+            for part in [*vars(self).values()]:  # the operators that it is made of, if it is a copy
                 if isinstance(part, LinearOperator):
                     part.prepare()
         return group
 
     def plan_ahead(self) -> None:
-        """Work out now what the first calls of the operator and of its adjoint would work out."""
+        """Compute now whatever the first calls of the operator and of its adjoint would compute."""
         for operator in (self, self.H):
             operator.prepare()
             _ = operator.takes_part, operator.domain.local_shape
@@ -206,7 +210,7 @@ class LinearOperator(HasHandle):
 
 
 class Adjoint(LinearOperator):
-    """The adjoint of an operator that gives its own as a method."""
+    """The adjoint of an operator whose class defines it by a method."""
 
     def __init__(self, operator: LinearOperator) -> None:
         self.operator = operator
@@ -227,10 +231,10 @@ class Adjoint(LinearOperator):
 
 
 class Composed:
-    """What a product is of operators that have a domain, a codomain and an adjoint.
+    """The properties that all products of operators have: domain, codomain and adjoint.
 
     The last factor is applied first: (A B).H = B.H A.H. Operators between layouts and operators
-    between spaces share this; what their products do beyond it is their own.
+    between spaces both derive from it, and add the rest themselves.
     """
 
     factors: tuple[Any, ...]
@@ -244,7 +248,7 @@ class Composed:
 
     @staticmethod
     def _mismatch(left: Any, right: Any) -> str:
-        """Why these two cannot be neighbours."""
+        """The reason why two operators cannot be neighbors."""
         return f"{left} takes {left.domain}, {right} gives {right.codomain}"
 
     @cached_property
@@ -261,7 +265,7 @@ class Product(Composed, LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         for factor in reversed(self.factors):
-            # who has no part of a factor's ends has nothing of the product there, either
+            # a worker without a part at the ends of a factor has none of the product there, either
             x = factor._apply(x) if factor.takes_part else x
         return x
 
@@ -301,17 +305,19 @@ class Product(Composed, LinearOperator):
 
 
 class Entering(LinearOperator):
-    """The identity, by which every run of compiled code agrees again on what enters it.
+    """The identity, by which every run of compiled code agrees again on its inputs.
 
-    Shapes are fixed when a call is compiled, by an agreement of all workers. In the adjoint nothing
-    is done.
+    Shapes are fixed when a call is compiled, by an agreement of all workers. The adjoint does
+    nothing.
 
     Args:
-        layout: of the tensor.
-        label: of the call, in the words of its user.
-        group: who agrees.
-        agree: what agrees in a run, by its values, too, and gives the layout; None in the adjoint.
-        module: what is compiled: its settings are in the graph as they were; an operator has none.
+        layout: the layout of the tensor.
+        label: the call, in the words of its user.
+        group: the workers that agree.
+        agree: the function that agrees in a run, also on values, and returns the layout; None in
+            the adjoint.
+        module: the compiled module, whose settings are constants of the graph; None for an
+            operator.
     """
 
     def __init__(
@@ -341,7 +347,7 @@ class Entering(LinearOperator):
         now = [] if module is None else settings_in(module)
         if self.settings is None:
             self.settings = now
-        if now != self.settings:  # since the first run: the graph has the old one
+        if now != self.settings:  # changed since the first run: the graph has the old ones
             pairs = zip_longest(now, self.settings, fillvalue=("a module", None))
             (name, new), (_, old) = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
@@ -363,14 +369,15 @@ T = TypeVar("T")
 def agreed_in_graphs(
     agree: Callable[..., T], *given: Any, compiled: dict[Any, T] | None = None, key: Any = None
 ) -> tuple[T, Callable[..., T]]:
-    """What workers conclude of tensors without values, and what agrees again in a run.
+    """The conclusion for tensors without values, and a function that agrees again in a run.
 
     Args:
-        agree: called with signatures; in a run also with what is said of values then.
+        agree: called with signatures; in a run also with the words about values.
         given: the tensors.
-        compiled: keeps conclusions. A call is traced several times; that it is compiled, workers
-            tell each other once, if these are kept.
-        key: what else tells conclusions apart there.
+        compiled: keeps conclusions. A call is traced several times; if conclusions are kept,
+            workers
+            tell each other only once that they compile it.
+        key: anything else that distinguishes conclusions.
     """
     signatures = tuple(map(Signature.of, given))
     known = {} if compiled is None else compiled
@@ -384,12 +391,12 @@ def agreed_in_graphs(
 def enter(
     agreement: Agreement[tuple[Layout, TensorMeta]], x: Tensor, module: torch.nn.Module | None
 ) -> tuple[Layout, TensorMeta, Tensor]:
-    """How a tensor lies and its kind, as all agree, and the tensor, on which runs of a graph agree.
+    """The agreed layout and meta of a tensor, and the tensor, on which runs of a graph agree.
 
     Args:
-        agreement: of the workers.
-        x: what this worker has of the tensor.
-        module: what is compiled; None for an operator.
+        agreement: the agreement of the workers.
+        x: this worker's part of the tensor.
+        module: the compiled module; None for an operator.
     """
     if not is_traced():
         return *agreement.agree_on(x), x
@@ -409,15 +416,16 @@ def enter_by_values(
     compiled: dict[Any, T] | None = None,
     key: Any = None,
 ) -> tuple[T, Any]:
-    """What workers conclude of a tensor and its values, and the tensor; runs of a graph agree, too.
+    """The conclusion about a tensor and its values, and the tensor, on which runs of a graph agree.
 
     Args:
-        agree: called with what is given, and with what is said of values where these are.
-        given: the tensor, and others of which no values count.
-        said: what this worker says of the values of the tensor.
-        lies: from what they conclude, how the tensor lies; raises for what does not fit.
-        label, group, module: as of `Entering`.
-        compiled, key: as of `agreed_in_graphs`.
+        agree: called with the tensors, and with `said` where there are values.
+        given: the tensor, and others whose values do not matter.
+        said: a function that returns what this worker says of the values of the tensor.
+        lies: a function from the conclusion to the layout of the tensor; it raises if something is
+            wrong.
+        label, group, module: as in `Entering`.
+        compiled, key: as in `agreed_in_graphs`.
     """
     x, *_ = given
     if not is_traced():
@@ -430,8 +438,8 @@ def enter_by_values(
 class Compiled(LinearOperator):
     """An operator in compiled code, whose every run agrees again.
 
-    Shapes are fixed when a call is compiled, by an agreement of all workers. A tensor that changed
-    on some of them only then raises on all.
+    Shapes are fixed when a call is compiled, by an agreement of all workers. If a tensor changes
+    its shape on some of them later, all raise.
     """
 
     def __init__(
@@ -488,9 +496,9 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool, out: Tensor | None = None)
 
 @constant_in_graphs
 def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
-    """Agree once, while all workers compile the call; the name of the conclusion's attribute.
+    """Agree once, while all workers compile the call; the name of the attribute for the conclusion.
 
-    Empty on a worker that takes no part.
+    It is empty on a worker that does not take part.
     """
     caller = object_of(handle)
     caller.prepare()
@@ -498,11 +506,11 @@ def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
         return ""
     signature = Signature(tuple(lengths), *kind)
     operator, meta = caller._agreement.agree_on(replace(signature, compiles=True))
-    # Text, as handles are: what a graph keeps of this call. The words tell signatures apart.
+    # A string, as handles are, since a graph keeps it. The words distinguish signatures.
     name = "_agreed_" + "_".join(map(str, signature.words()))
     compiled = Compiled(operator, caller._agreement, signature)
     caller.__dict__[name] = compiled, meta
-    # A graph knows it by its handle alone, and there may be another of the same signature.
+    # A graph finds it by its handle alone, and there may be another one with the same signature.
     caller.__dict__.setdefault("_agreed_in_graphs", []).append(compiled)
     return name
 
@@ -515,8 +523,8 @@ def record(
 ) -> Tensor:
     """Apply `operator` so that autograd knows its derivatives.
 
-    When some worker needs a gradient all must take part in the backward exchange; an anchor that
-    needs one makes this worker's autograd do so even if its own input needs none.
+    If one worker needs a gradient, all must take part in the backward exchange; an anchor that
+    requires one makes this worker's autograd do so even if its own input requires none.
     """
     # Not x.requires_grad_(): x belongs to the user, who would find a gradient in it.
     if anchor is None and needs_grad and not x.requires_grad:
@@ -530,7 +538,7 @@ def record(
         else:
             with torch.no_grad():
                 y = operator._apply(x)
-        # An operator may give its input back; the result of a call must not be the argument.
+        # An operator may return its input; the result of a call must not be the argument.
         return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
@@ -541,16 +549,16 @@ def is_traced() -> bool:
 
 
 def is_derived(x: Tensor) -> bool:
-    """Whether torch derives what is computed from a tensor, in backward or in forward mode.
+    """Whether torch differentiates what is computed from a tensor, in backward or forward mode.
 
-    In forward mode nothing requires a gradient, and which tensors have a tangent one worker cannot
-    say for all: all of them are taken to have one.
+    In forward mode nothing requires a gradient, and one worker does not know which tensors have a
+    tangent on the others: all of them are assumed to have one.
     """
     return in_transform() or (x.requires_grad and torch.is_grad_enabled())
 
 
 class LocalMap(Protocol):
-    """What maps this worker's tensor, linearly, by functions that torch can derive itself."""
+    """A linear map of this worker's tensor, made of functions that torch differentiates."""
 
     @property
     def H(self) -> LocalMap:
@@ -561,9 +569,9 @@ class LocalMap(Protocol):
 
 
 def record_local(operator: LocalMap, x: Tensor) -> Tensor:
-    """Apply what moves nothing so that its gradient is its adjoint, in one step.
+    """Apply a map that moves nothing so that its gradient is its adjoint, in one step.
 
-    Compilers and function transforms (vmap, jacrev) look at the functions that it is made of.
+    Compilers and function transforms (vmap, jacrev) see the functions that it is made of.
     """
     if is_compiling() or torch._C._are_functorch_transforms_active():
         return operator._apply(x)
@@ -571,11 +579,11 @@ def record_local(operator: LocalMap, x: Tensor) -> Tensor:
 
 
 class BilinearMap(Protocol):
-    """What maps a tensor, linearly, with the help of other tensors that it is linear in, too."""
+    """A map that is linear in a tensor, and also in other tensors, its factors."""
 
     @property
     def group(self) -> transport.Group | None:
-        """All workers between whom something moves in a backward pass, if anything does."""
+        """All workers between which data moves in a backward pass, if any does."""
         ...
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor: ...
@@ -588,25 +596,25 @@ class BilinearMap(Protocol):
         x: Tensor,
         *factors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of x and of the factors, recorded if gradients are."""
+        """The gradients of x and of the factors, recorded if gradients are enabled."""
         ...
 
 
 def record_product(product: BilinearMap, x: Tensor, *factors: Tensor | None) -> Tensor:
-    """Apply a product so that autograd gets the gradients that it gives itself.
+    """Apply a product whose gradients are computed by its own `vjp`.
 
-    For what can be done better than factor by factor: data travels while another gradient is
-    computed. Not for forward mode, transforms or compilers.
+    It is for gradients that are better computed together than factor by factor: data travels while
+    another gradient is computed. Forward mode, transforms and compilers cannot use it.
     """
     return _ApplyProduct.apply(x, None, product, *factors)[0]
 
 
 class Several(Protocol):
-    """What maps several tensors to several, linearly; None is a zero that nobody computed."""
+    """A linear map of several tensors to several; None is a zero that was not computed."""
 
     @property
     def group(self) -> transport.Group:
-        """All workers between whom something moves."""
+        """All workers between which data moves."""
         ...
 
     @property
@@ -616,7 +624,7 @@ class Several(Protocol):
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the dtype and device of those that are mapped."""
+        """A tensor with the dtype and device of the tensors that are mapped."""
         ...
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]: ...
@@ -627,8 +635,8 @@ def record_several(
 ) -> tuple[Tensor | None, ...]:
     """Apply `operator` so that autograd knows its derivatives.
 
-    The adjoint is applied once, when the gradients of all results are there. Not for forward mode,
-    transforms or Dynamo; what traces tensors without values may look at it.
+    The adjoint is applied once, when the gradients of all results are there. Forward mode,
+    transforms and Dynamo cannot use it; tracing of tensors without values can.
     """
     needs_grad = any(x is not None and x.requires_grad for x in xs) and torch.is_grad_enabled()
     if anchor is None and not needs_grad:
@@ -639,11 +647,11 @@ def record_several(
 
 
 class DifferentiableMap(Protocol):
-    """What maps several tensors, or None, to several, and gives the gradients itself.
+    """A map of several tensors, or None, to several, with gradients of its own.
 
     Attributes:
-        first_kept: of the results, the first that `vjp` gets, and all behind it. What is not kept
-            may be freed, or changed in place.
+        first_kept: the index of the first result that `vjp` gets, with all behind it. Results that
+            are not kept may be freed, or changed in place.
     """
 
     @property
@@ -651,7 +659,7 @@ class DifferentiableMap(Protocol):
 
     @property
     def group(self) -> transport.Group:
-        """All workers between whom something moves."""
+        """All workers between which data moves."""
         ...
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]: ...
@@ -659,18 +667,18 @@ class DifferentiableMap(Protocol):
     def vjp(
         self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
     ) -> Tensors:
-        """The gradients of the inputs `xs` that need one, recorded if gradients are.
+        """The gradients of the inputs `xs` that require one, recorded if gradients are enabled.
 
-        `ys` are the results that are kept. None in the place of a gradient of a result is a zero.
+        `ys` are the results that are kept. None instead of a gradient of a result is a zero.
         """
         ...
 
 
 def record_map(function: DifferentiableMap, *xs: Tensor | None) -> tuple[Tensor, ...]:
-    """Apply a map so that autograd gets the gradients that it gives itself.
+    """Apply a map whose gradients are computed by its own `vjp`.
 
-    It keeps inputs and some results, and nothing in between. Not for forward mode, transforms or
-    compilers.
+    Inputs and some results are saved, and nothing in between. Forward mode, transforms and
+    compilers cannot use it.
     """
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in xs):
         with torch.no_grad():
@@ -680,23 +688,23 @@ def record_map(function: DifferentiableMap, *xs: Tensor | None) -> tuple[Tensor,
 
 
 def _number_of_call(operator: Any) -> int:
-    """The number of the last call that the workers of an operator agreed on, all of them.
+    """The number of the last call that all workers of an operator agreed on.
 
-    It is not that of the last agreement of this worker, which the others may have had no part in.
+    It is not that of this worker's last agreement, in which the others may not have taken part.
     """
     if is_compiling():
         return 0
     if isinstance(operator, LinearOperator):
         return (operator._group or operator.prepare()).num_calls
-    group = getattr(operator, "group", None)  # what moves nothing has none
+    group = getattr(operator, "group", None)  # an operator that moves nothing has none
     return 0 if group is None else group.num_calls
 
 
 def _values_of(x: Any) -> Any:
-    """A tensor as a plain one, of which only the values count.
+    """A tensor as a plain one, of which only the values matter.
 
     Hooks may return a subclass as a gradient, and transforms of `torch.func` unwrap one for an
-    operator. A kind that computes in a way of its own, as fake tensors, stays; and so does None.
+    operator. Subclasses that compute differently, such as fake tensors, are kept, and so is None.
     """
     kind = type(x)
     if kind is Tensor or x is None or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -705,15 +713,15 @@ def _values_of(x: Any) -> Any:
 
 
 def _all_values(xs: Iterable[Any]) -> list[Any]:
-    """The same of several, most of which are plain."""
+    """Plain tensors for several tensors, most of which are plain already."""
     return [x if type(x) is Tensor or x is None else _values_of(x) for x in xs]
 
 
 class _Apply(torch.autograd.Function):
-    """The gradient of A is A.H, itself recorded, so that derivatives of every order exist.
+    """The gradient of A is A.H, which is itself recorded, so that derivatives of every order exist.
 
-    Beside the result there is an empty token. The gradient hangs on it: where the loss of one
-    worker is linear its gradient does not depend on the result, and still its second backward
+    Besides the result there is an empty token. The gradient depends on it: if the loss of one
+    worker is linear, its gradient does not depend on the result, and yet its second backward
     pass must go through here, as that of the other workers does.
     """
 
@@ -727,30 +735,31 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.operator = inputs[2]
-        # By the number of its call a backward exchange is told apart from those of other calls.
+        # The number of the call distinguishes a backward exchange from those of other calls.
         ctx.call = _number_of_call(ctx.operator)
-        # Dynamo, which reads this code, knows no variables of a context; it makes no trace itself.
+        # Dynamo, which traces this code, cannot read context variables; it makes no trace itself.
         ctx.trace = None if torch.compiler.is_dynamo_compiling() else current_trace.get()
         ctx.save_for_backward(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (token,) = ctx.saved_tensors  # asked for on all workers: a checkpoint recomputes then
+        (token,) = ctx.saved_tensors  # read on all workers: a checkpoint recomputes at this point
         anchor = token if torch.is_grad_enabled() else None
-        if ctx.trace is not None:  # movements of a backward pass are numbered on from those before
+        # movements of a backward pass are numbered on from the forward ones
+        if ctx.trace is not None:
             with setting(current_trace, ctx.trace):
                 return record(ctx.operator.H, grad, anchor=anchor), None, None
         if is_compiling():
             return record(ctx.operator.H, grad, anchor=anchor), None, None
         grad = _values_of(grad)
-        # Backward passes are not agreed on: that of another call must not answer this one.
+        # There is no agreement in a backward pass: the number keeps calls apart.
         with transport.Tagged(ctx.call):
             return record(ctx.operator.H, grad, anchor=anchor), None, None
 
 
 def operator_of(node: Any) -> Any:
-    """What a node of autograd's graph applies, if it was recorded here; None for all others."""
-    # by the class: a function of the user's may have attributes of these names, too
+    """The operator that a node of autograd's graph applies, if it was recorded here; else None."""
+    # by the class: a user's function may have attributes with these names, too
     if not issubclass(getattr(node, "_forward_cls", object), _Apply):
         return None
     names = ("operator", "product", "function")
@@ -758,11 +767,11 @@ def operator_of(node: Any) -> Any:
 
 
 class _ApplyAnyMode(_Apply):
-    """The same with the forward-mode rule, which compilers do not take."""
+    """`_Apply` with the forward-mode rule, which compilers do not accept."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """The same without binding arguments by name, which takes longer than all the rest."""
+        """Apply without binding arguments by name, which takes longer than everything else."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
@@ -781,7 +790,7 @@ class _ApplyAnyMode(_Apply):
 
 
 class _ApplyProduct(_ApplyAnyMode):
-    """The same for a product, which gives the gradients of its factors itself."""
+    """`_Apply` for a product, which computes the gradients of its factors itself."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -806,7 +815,7 @@ class _ApplyProduct(_ApplyAnyMode):
 
 
 class _ApplySeveral(_ApplyAnyMode):
-    """The same for a map of several tensors, some of which may be missing."""
+    """`_Apply` for a map of several tensors, some of which may be missing."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -818,7 +827,7 @@ class _ApplySeveral(_ApplyAnyMode):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.operator = inputs[0]
         ctx.call, ctx.trace = _number_of_call(ctx.operator), current_trace.get()
-        ctx.set_materialize_grads(False)  # a missing gradient is told to the others as missing
+        ctx.set_materialize_grads(False)  # the others are told that a missing gradient is missing
         ctx.save_for_backward(output[-1])
 
     @staticmethod
@@ -827,12 +836,12 @@ class _ApplySeveral(_ApplyAnyMode):
         anchor = token if torch.is_grad_enabled() else None
         with transport.Tagged(ctx.call), setting(current_trace, ctx.trace):
             found = record_several(ctx.operator.H, tuple(_all_values(grads[:-1])), anchor)
-        needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
+        needs = ctx.needs_input_grad[2:]  # a tensor that is missing here may exist on other workers
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
 
 
 class _ApplyMap(_ApplyAnyMode):
-    """The same for a map of several tensors that is not linear."""
+    """`_Apply` for a map of several tensors that is not linear."""
 
     @staticmethod
     def forward(  # type: ignore[override]

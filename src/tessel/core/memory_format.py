@@ -1,4 +1,4 @@
-"""Memory formats: whether the channels of a tensor lie last in its memory, as GPUs prefer it."""
+"""Memory formats: whether channels are the last dimension in memory, as GPUs prefer it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of 
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """That of x; it may be a slice of what has this format.
+    """The memory format of x, which may be a slice of a tensor with that format.
 
-    A tensor that lies in both ways, as one with one channel, counts as contiguous.
+    A tensor that has both formats, such as one with one channel, counts as contiguous.
 
     >>> memory_format(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)[:, :, 1:])
     torch.channels_last
@@ -23,7 +23,7 @@ def memory_format(x: Tensor) -> torch.memory_format:
         return torch.contiguous_format
     if x.is_contiguous(memory_format=known):
         return known
-    # of a slice strides are as of the whole: those of channels are the smallest, the rest in order
+    # a slice has the strides of the whole: those of channels are the smallest, the rest in order
     shape, steps = x.shape, x.stride()
     order = [steps[0], *steps[2:], steps[1]]
     is_last = shape[1] > 1 == steps[1] and order == sorted(order, reverse=True)
@@ -35,7 +35,7 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def room_like(x: Tensor, shape: Shape) -> Tensor:
-    """Memory for a tensor of another shape, in the format of x."""
+    """Memory for a tensor of another shape, in the memory format of x."""
     known = memory_format(x) if len(shape) == x.dim() else torch.contiguous_format
     if known == torch.contiguous_format:
         return x.new_empty(shape)
@@ -43,12 +43,12 @@ def room_like(x: Tensor, shape: Shape) -> Tensor:
 
 
 def in_a_row(x: Tensor, channels_last: bool) -> Tensor:
-    """All values of x, as they lie if its channels are last; else in the usual order."""
+    """All values of x in one row, in the order of memory if channels are last; else as usual."""
     return (x.movedim(1, -1) if channels_last else x).reshape(-1)
 
 
 def from_a_row(row: Tensor, shape: Shape, channels_last: bool) -> Tensor:
-    """The tensor of this shape whose values are in a row."""
+    """The tensor of this shape whose values are stored in a row."""
     if not channels_last:
         return row.view(shape)
     return row.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)

@@ -35,13 +35,13 @@ from tessel.transport import (
     keep_unchanged,
 )
 
-# what torch does not add, or not as numbers
+# dtypes that torch does not add, or not as numbers
 UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
-# Bytes: slices that would lie a multiple of STEP apart get GAP between them, for transforms that go
-# through them one by one: along the first dimension of 256×128×256 complex64 16 ms, not 39.
+# Bytes: slices that would be a multiple of STEP apart get GAP between them, for transforms that
+# visit them one by one: along the first dimension of 256×128×256 complex64 16 ms, not 39.
 STEP, GAP = 2048, 128
-MOST_REPEATED = 64  # ways in which tensors lie that a stage repeats
-# how tensors lie: dtype, strides of input and output, whether the own part is there already; and
+MOST_REPEATED = 64  # how many combinations of strides a stage repeats
+# a combination: dtype, strides of input and output, whether the own part is in place already; and
 # whether the exchange is started before it is waited for
 Lies = tuple[torch.dtype, Shape, Shape, bool, bool]
 
@@ -61,8 +61,8 @@ class Move(LinearOperator):
         domain: the layout of the input.
         codomain: the layout of the output, of the same global shape, over any workers.
         spaced: a dimension whose slices lie a little apart in the memory of the output, for a
-            transform along it: slices at large powers of two fall into the same few places of
-            a processor's cache.
+            transform along it: slices at large powers of two share a few sets of a processor's
+            cache.
 
     >>> import tessel, torch
     >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
@@ -90,7 +90,7 @@ class Move(LinearOperator):
 
     @cached_property
     def route(self) -> tuple[Plan, ...]:
-        """The exchanges of this worker."""
+        """The plans of this worker, one for each exchange."""
         return route(self.domain, self.codomain, transport.this_worker(), transport.hosts())
 
     def check_dtype(self, dtype: torch.dtype, label: str) -> None:
@@ -106,12 +106,12 @@ class Move(LinearOperator):
     def apply(
         self, x: Tensor, meta: TensorMeta | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Apply the move without asking the others.
+        """Apply the move without an agreement.
 
         Args:
-            x: what `domain` says; all workers or none pass one that needs a gradient.
-            meta: what the workers agreed on, if they did.
-            out: where the output is written, as in a call.
+            x: a tensor as `domain` describes it; all inputs require a gradient, or none.
+            meta: the result of the agreement, if there was one.
+            out: a tensor for the output, as in a call.
         """
         if out is not None:
             if is_compiling():
@@ -131,7 +131,7 @@ class Move(LinearOperator):
             return self._apply_into(x, out)
         again = None if is_compiling() else self._again
         if again is not None and (meta is None or not (meta.needs_grad or meta.has_tangent)):
-            # no derivative passes: Python looks at nothing on the way to the engine
+            # without a derivative no Python code runs on the way to the engine
             y = again(x)
             if y is not None:
                 return y if type(y) is Tensor else self.stages[-1].finish_again(x, *y)
@@ -163,18 +163,18 @@ class Move(LinearOperator):
                 last.complete(last._room(x, room), x)
             else:  # others read x while this worker would write to it
                 return out.copy_(self._apply(x))
-        torch.autograd.graph.increment_version(out)  # as torch does where it writes itself
+        torch.autograd.graph.increment_version(out)  # as torch does when it writes in place
         return out
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The same, with the group that makes them."""
+        """The exchanges of this worker, with the group that makes them."""
         *before, last = self.route
         return (*(Stage(plan, self.group) for plan in before), Stage(last, self.group, self.spaced))
 
     @cached_property
     def _is_one_exchange(self) -> bool:
-        """Whether one exchange makes the output of the input, both as they are."""
+        """Whether the output is made of the input by one exchange, without other steps."""
         plan, *more = self.route
         shapes = self.domain.local_shape, self.codomain.local_shape
         return not more and (plan.source_shape, plan.target_shape) == shapes
@@ -194,7 +194,7 @@ class Move(LinearOperator):
     def _through_stages(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """What arrives at the end of all exchanges, in the room that is given for it."""
         *first, last = self.stages
-        # what is copied last can lie in its place in the output before, if this worker gets it
+        # the last copy can be written to its place in the output, if this worker gets it
         into_output = None
         if first and last.plan.once and self.spaced is None:
             kept = last.plan.kept
@@ -206,7 +206,7 @@ class Move(LinearOperator):
 
     @cached_property
     def sums_all(self) -> bool:
-        """Whether each worker has a copy of its own of the whole, and all get their sum."""
+        """Whether each worker has a separate copy of the whole tensor, and all get their sum."""
         source, target = self.domain, self.codomain
         copies = prod(source.partition.shape[axis] for axis in source.separate)
         return (
@@ -216,7 +216,7 @@ class Move(LinearOperator):
         )
 
     def _as_output(self, y: Tensor) -> Tensor:
-        """What has arrived, in the shape of the part; no view, since nobody has what it views.
+        """The received values in the shape of the part; no view, as nobody has the base of it.
 
         Torch would not let a view that comes out of an autograd function be changed in place.
         """
@@ -224,16 +224,16 @@ class Move(LinearOperator):
         return y.detach() if y._is_view() else y
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """Send what others need first; the result waits for what comes and gives the output.
+        """Send the values that others need first; the result waits for the output.
 
-        Room for the output is made when what was sent may be gone. Other movements may pass
-        meanwhile; all workers wait in the same order.
+        The output is allocated when the sent values may have been freed. Other movements may run in
+        the meantime; all workers wait in the same order.
         """
         first, *rest = self.stages
         receives = [first.begin(x)]
 
         def wait() -> Tensor:
-            y = receives.pop()()  # what was sent is not kept until the last stage is over
+            y = receives.pop()()  # sent values are not kept until the last stage is complete
             for stage in rest:
                 y = stage.begin(y)()
             return self._as_output(y)
@@ -241,23 +241,23 @@ class Move(LinearOperator):
         return wait
 
     def start_apart(self, x: Tensor) -> Callable[[], list[Tensor]]:
-        """The same, in one stage, but what makes up the output is not put together.
+        """Send as `start` does, in one stage; the output is not put together.
 
-        The result gives its pieces, in the order of the sum. This worker's own is not copied.
+        The result returns its pieces, in the order of the sum. This worker's own is not copied.
         """
         (stage,) = self.stages
         return stage.begin_apart(x)
 
     def complete(self, y: Tensor) -> Tensor:
-        """Send what is in its place in the output already; others fill the rest."""
+        """Send values that are in their places in the output already; others fill the rest."""
         (stage,) = self.stages
         stage.complete(y)
         return y
 
     def start_adding(self, x: Tensor, total: Tensor) -> Callable[[], None]:
-        """The same, where the output is added to a contiguous tensor that nobody changes meanwhile.
+        """Send as `start` does, and add the output to a contiguous tensor that nobody else changes.
 
-        There is no other room for it, unless it comes in several stages or as another type.
+        The output itself is not allocated, unless it comes in several stages or in another dtype.
         """
         (first, *rest), shape = self.stages, self.codomain.local_shape
         assert total.shape == shape and total.is_contiguous()
@@ -289,29 +289,30 @@ def _meet(x: Tensor, y: Tensor) -> bool:
 
 
 class Stage:
-    """One exchange, as one worker sees it: called, it gives the output.
+    """One exchange, as one worker sees it: a call returns the output.
 
     Args:
-        plan: what leaves and what comes.
-        group: who takes part.
-        spaced: a dimension whose slices lie a little apart in the memory of the output.
+        plan: the pieces to send and to receive.
+        group: the workers that take part.
+        spaced: a dimension whose slices are a little apart in the memory of the output.
     """
 
     def __init__(self, plan: Plan, group: transport.Group, spaced: int | None = None) -> None:
         self.plan, self.group, self.spaced = plan, group, spaced
         self._programs: dict[Lies, CopyProgram | None] = {}
-        self.again: Again | None = None  # makes the exchange again for the tensors that it knows
-        self._repeated: set[tuple[torch.dtype, Shape, Shape]] = set()  # how these lie
+        # makes the exchange again for tensors with strides that it knows
+        self.again: Again | None = None
+        self._repeated: set[tuple[torch.dtype, Shape, Shape]] = set()  # those strides
 
     def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
-        """The output, in the room that is given for it."""
+        """The output, in `room` if it is given."""
         plan = self.plan
         if self.again is not None and room is None:
             y = self.again(x)
             if y is not None:
                 return y if type(y) is Tensor else self.finish_again(x, *y)
         if plan.stays and room is None:
-            # a copy, as every other move gives
+            # a copy, as with every other move
             return x.clone(memory_format=memory_format(x))
         if x.shape != plan.source_shape:
             x = x.reshape(plan.source_shape)
@@ -339,22 +340,22 @@ class Stage:
 
     @cached_property
     def _row(self) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-        """If what comes lies side by side along one dimension: this, and the row.
+        """The dimension along which all received pieces are adjacent, and the row of pieces.
 
-        Of the row each is (number of the piece, -1) or (-1, number of zeros). None where pieces
-        are added, where there are none, or where other dimensions have gaps.
+        Each entry is (number of the piece, -1) or (-1, number of zeros). None if pieces are added,
+        if there are none, or if other dimensions have gaps.
         """
         plan, shape = self.plan, self.plan.target_shape
         pieces = [piece for piece, _ in self._incoming(False)]
         if not plan.once or self.spaced is not None or not pieces or 0 in shape:
             return None
-        # along which some piece is not as long as the output
+        # along which some piece is shorter than the output
         open_dims = {d for piece in pieces for d, n in enumerate(shape) if piece.shape[d] != n}
         if len(open_dims) != 1 or any(0 in piece.shape for piece in pieces):
             return None
         (dim,) = open_dims
         if prod(shape[:dim]) == 1:
-            return None  # pieces are contiguous in the output: they come to where they belong
+            return None  # pieces are contiguous in the output: they are received in place
         row, at = [], 0
         order = sorted(range(len(pieces)), key=lambda number: pieces[number].region[dim].start)
         for number in order:
@@ -364,7 +365,7 @@ class Stage:
         return dim, (*row, *[(-1, shape[dim] - at)] * (shape[dim] > at))
 
     def _joined(self, x: Tensor, dim: int, row: Sequence[tuple[int, int]]) -> Tensor:
-        """The output on a GPU, where each copy is a launch: all that comes in one kernel."""
+        """The output on a GPU, where each copy is a launch: all pieces are joined by one kernel."""
         sends, shape, worker = self._sends(x), self.plan.target_shape, transport.this_worker()
         there = {each.worker: each.tensor for each in sends if each.worker == worker}
         places = [
@@ -373,7 +374,7 @@ class Stage:
         ]
         came = self.group.bring(sends, places, x.device)
         is_last = is_channels_last(x)
-        if is_last:  # joined as they lie; what came from others is as small as a halo
+        if is_last:  # joined in their memory format; the pieces of others are as small as a halo
             came = [each.movedim(1, -1) for each in came]
             shape = (shape[0], *shape[2:], shape[1])
             dim = {0: 0, 1: len(shape) - 1}.get(dim, dim - 1)
@@ -389,7 +390,7 @@ class Stage:
         return y.movedim(-1, 1) if is_last else y
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        """Send what others need; the result puts what arrives into its place."""
+        """Send the values that others need; the result copies what arrives into place."""
         if self.plan.silent:
             done = self(x)
             return lambda: done
@@ -407,7 +408,7 @@ class Stage:
         return arrive
 
     def begin_apart(self, x: Tensor) -> Callable[[], list[Tensor]]:
-        """Send what others need; the result gives all pieces, of which the own one is a view."""
+        """Send the values that others need; the result gives all pieces, the own one as a view."""
         kept, worker = self.plan.kept, transport.this_worker()
         wait = self._apart.start(x)
 
@@ -427,7 +428,7 @@ class Stage:
         return Apart(self.group, self.plan.gives, others, self.plan.dense)
 
     def complete(self, y: Tensor, own: Tensor | None = None) -> None:
-        """Send this worker's part of the output; what comes from others is put beside it."""
+        """Send this worker's part of the output; the parts of others are received beside it."""
         own = self.own(y) if own is None else own
         if not self._follow(own, y, is_there=True):
             sends = [SendBuffer(piece.peer, _part(own, piece)) for piece in self.plan.gives]
@@ -435,24 +436,24 @@ class Stage:
             self.group.exchange_at_once(sends, receives, y.device, self.plan.dense)
 
     def own(self, y: Tensor) -> Tensor:
-        """What of the output comes from this worker itself."""
+        """The region of the output that comes from this worker itself."""
         worker = transport.this_worker()
         pieces = (piece for piece in self.plan.takes if piece.peer == worker)
         return next((_part(y, piece) for piece in pieces), y.new_empty(0))
 
     def has_there(self, x: Tensor, y: Tensor) -> bool:
-        """Whether x lies where it belongs in the output: what others give is put beside it."""
+        """Whether x is in its place in the output: the parts of others are received beside it."""
         plan, own = self.plan, self.own(y)
         return (
             plan.once
             and not plan.silent
             and plan.kept is not None
-            and all(self._gaps)  # () is all of the output
+            and all(self._gaps)  # () is the whole output
             and (own.data_ptr(), own.shape, own.stride()) == (x.data_ptr(), x.shape, x.stride())
         )
 
     def begin_adding(self, x: Tensor, y: Tensor) -> Callable[[], None]:
-        """Send what others need; the result adds what arrives to what is in its place."""
+        """Send the values that others need; the result adds what arrives to the values in place."""
         x = shaped(x, self.plan.source_shape)
         receives = [buffer._replace(adds=True) for buffer in self._receives(y)]
         return self.group.exchange(self._sends(x), receives, x.device, self.plan.dense)
@@ -467,14 +468,14 @@ class Stage:
         return y
 
     def _room(self, like: Tensor, given: Tensor | None = None) -> Tensor:
-        """Room for the output, if none is given; with zeros where nothing comes."""
+        """Memory for the output, if none is given; with zeros where nothing arrives."""
         plan = self.plan
         shape, dim = plan.target_shape, self.spaced
         step = None if dim is None else prod(shape[dim + 1 :]) * like.itemsize
         if given is not None:
             y = given
         elif dim is not None and step and step % STEP == 0:
-            # slices along the dimension would lie at large powers of two: a gap sets them apart
+            # slices along the dimension would be large powers of two apart: a gap prevents this
             inner = prod(shape[dim + 1 :])
             flat = like.new_empty((prod(shape[: dim + 1]), inner + GAP // like.itemsize))
             y = flat[:, :inner].view(shape)
@@ -486,7 +487,7 @@ class Stage:
 
     @cached_property
     def _gaps(self) -> Sequence[Region]:
-        """Where in the output nothing comes: beside what comes, if that is one box; else anywhere.
+        """The regions of the output in which nothing arrives.
 
         Padding of a split dimension comes as rows beyond the border. To clear all of the output for
         them would take as long as to copy it.

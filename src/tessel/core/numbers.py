@@ -1,4 +1,4 @@
-"""Small tensors of numbers that the host knows, kept on the devices that asked for them."""
+"""Small constant tensors, kept on the devices that asked for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tessel.core.context import is_compiling
 
 @contextmanager
 def to_keep() -> Iterator[None]:
-    """Tensors that are made here and kept have values and can be derived, whoever asks first."""
+    """Make constants that are plain and differentiable, wherever they are first asked for."""
     with torch.inference_mode(False), unset_fake_temporarily():
         yield
 
@@ -23,8 +23,8 @@ def to_keep() -> Iterator[None]:
 def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor on a device, which nobody may change.
 
-    To a GPU they are copied once: the host would wait each time until the GPU has done everything
-    before. A graph has its own.
+    They are copied to a GPU once: otherwise the host would wait each time until the GPU is idle.
+    A graph has its own.
     """
     if is_compiling():
         return torch.tensor(numbers, dtype=dtype, device=device)

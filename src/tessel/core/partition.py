@@ -17,11 +17,11 @@ from tessel.core import boxes
 
 @dataclass(frozen=True)
 class Partition:
-    """Workers on a grid: the worker `ranks[k]` sits at the k-th place of `shape`, row by row.
+    """Workers on a grid: the worker `ranks[k]` is at the k-th place of `shape`, row by row.
 
-    All workers of the job make a partition together, those outside of it too: they hold an
+    All workers of the job make a partition together, also those outside of it: they hold an
     inactive partition, which knows its `shape` and can be passed around. Two partitions are equal
-    when they have the same workers in the same order on the same grid.
+    if they have the same workers in the same order on the same grid.
 
     Args:
         ranks: the numbers of the workers in the job, any subset in any order.
@@ -39,7 +39,7 @@ class Partition:
     _group: transport.Group | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # not by an attribute: partitions are frozen
+        # attributes cannot be set: partitions are frozen
         object.__setattr__(self, "ranks", tuple(as_int(rank) for rank in self.ranks))
         object.__setattr__(self, "shape", tuple(as_int(size) for size in self.shape))
         self._find_places()
@@ -59,7 +59,7 @@ class Partition:
             raise ValueError(
                 f"a partition of shape {shape} needs {math.prod(shape)} workers, got {len(ranks)}"
             )
-        self.prepare()  # all workers of the job pass here, those outside of the partition too
+        self.prepare()  # all workers of the job get here, also those outside of the partition
 
     @property
     def size(self) -> int:
@@ -91,7 +91,7 @@ class Partition:
         return self._places.get(worker)
 
     def coordinates(self, worker: int) -> tuple[int, ...] | None:
-        """The coordinates of a worker of the job, or None when it is not in the partition."""
+        """The coordinates of a worker of the job, or None if it is not in the partition."""
         place = self.place(worker)
         return None if place is None else boxes.unravel(place, self.shape)
 
@@ -160,7 +160,7 @@ class Partition:
         if not isinstance(numbers, torch.Tensor):
             raise TypeError(f"from_mesh: expected a torch.distributed.DeviceMesh, got {mesh!r}")
         ranks, shape = tuple(numbers.flatten().tolist()), tuple(numbers.shape)
-        # In each call: whether rows were seen before, some workers would answer otherwise.
+        # In each call: workers may remember different rows, and must give the same answer.
         everyone = transport.group_of(range(transport.num_workers()))
         rows = sorted({*everyone.share_objects(ranks)})
         if len({worker for row in rows for worker in row}) < sum(map(len, rows)):
@@ -169,7 +169,7 @@ class Partition:
                 f"got those of workers {', '.join(map(str, rows))}"
             )
         for row in rows:
-            cls(row, (len(row),))  # its group, which all workers make together
+            cls(row, (len(row),))  # for its group, which all workers make together
         return cls(ranks, shape)
 
     def to_mesh(self, device_type: str | None = None, names: Sequence[str] | None = None) -> Any:
@@ -180,7 +180,7 @@ class Partition:
 
         Args:
             device_type: "cpu" or "cuda"; None for "cuda" in a job with NCCL, else "cpu".
-            names: of its dimensions, one for each axis.
+            names: names of its dimensions, one for each axis.
         """
         if names is not None and len(names) != self.dim:
             raise ValueError(f"to_mesh: expected {self.dim} names for {self}, got {names!r}")
@@ -189,9 +189,10 @@ class Partition:
         return transport.mesh_of(self.ranks, self.shape, device_type, given)
 
     def check_as_mesh(self) -> None:
-        """Raise if torch would take the workers of a mesh with this grid in another order.
+        """Raise if torch would put the workers of a mesh with this grid into another order.
 
-        Its groups sort their workers, and DTensor takes the place in a group for that on the grid.
+        Its groups sort their workers, and DTensor takes the position in a group for that on the
+        grid.
         """
         for axis in range(self.dim):
             for row in self.rows([axis]):
@@ -203,7 +204,7 @@ class Partition:
                     )
 
     def rows(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """The workers in rows: those of one row differ only along `axes`."""
+        """The workers in rows: the workers of one row differ only along `axes`."""
         along = self.axes(axes)
         starts = [(0,) if axis in along else range(n) for axis, n in enumerate(self.shape)]
         return tuple(
@@ -223,7 +224,7 @@ class Partition:
 
     @property
     def group(self) -> transport.Group:
-        """The workers as a group that can talk; `prepare` makes it."""
+        """The workers as a group that communicates; `prepare` makes it."""
         if self._group is None:
             raise RuntimeError(
                 f"{self} has no process group yet; call `prepare()` on all workers first"
@@ -231,17 +232,17 @@ class Partition:
         return self._group
 
     def prepare(self) -> transport.Group:
-        """Make the group in the job of now, all workers of it together, and give it.
+        """Make the group in the current job, on all of its workers together, and return it.
 
-        Constructors do so. A partition that was loaded has no group before; and one that is used in
-        another job than it was made in has another there.
+        Constructors do so. A partition that was loaded has no group before; one that is used in
+        another job than it was made in has another group there.
         """
         group = transport.group_of(self.ranks)
         object.__setattr__(self, "_group", group)
         return group
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self  # nothing of it changes, and it keeps its group
+        return self  # it is immutable, and keeps its group
 
     def _find_places(self) -> None:
         places = {worker: place for place, worker in enumerate(self.ranks)}
@@ -260,9 +261,9 @@ class Partition:
 
     @property
     def is_supposed(self) -> bool:
-        """Whether some of these workers are only supposed, as negative numbers say.
+        """Whether some of these workers are placeholders, marked by negative numbers.
 
-        Rules are followed on such partitions to see what they would do; nobody can talk there.
+        Rules are followed on such partitions to see what they would do; nothing can be sent.
         """
         return min(self.ranks) < 0
 
@@ -276,7 +277,7 @@ class Partition:
 
 
 class Outline(Partition):
-    """A partition as a worker sees it that is not in it: from the first place, without values."""
+    """A partition as seen by a worker outside of it: from the first place, without values."""
 
     @property
     def active(self) -> bool:
@@ -287,14 +288,14 @@ class Outline(Partition):
 
 
 class HypotheticalPartition(Partition):
-    """Workers 0, 1, … on a grid, who need not exist: plans are made for them, and nothing is sent.
+    """Workers 0, 1, … on a grid that need not exist: plans are made for them, and nothing is sent.
 
     >>> HypotheticalPartition((100, 1000)).coordinates(2001)
     (2, 1)
     """
 
     def __init__(self, shape: Iterable[int]) -> None:
-        # A range, and no place for each worker: so many cost nothing.
+        # A range, and no list of places, so that any number of workers costs nothing.
         object.__setattr__(self, "shape", tuple(shape))
         object.__setattr__(self, "ranks", range(math.prod(self.shape)))
 
@@ -309,7 +310,7 @@ class HypotheticalPartition(Partition):
         return HypotheticalPartition(shape)
 
     def _find_places(self) -> None:
-        """There is nothing to find."""
+        """There are no places to find."""
 
 
 def world() -> Partition:

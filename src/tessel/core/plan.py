@@ -1,7 +1,7 @@
-"""Plans: what one worker gives and takes when a tensor goes from one layout to another.
+"""Plans: what one worker sends and receives to get a tensor from one layout to another.
 
-A plan is a pure function of two layouts and a worker. Between two workers travels at most one
-piece, the overlap of the giver's box and the taker's.
+A plan is a pure function of two layouts and a worker. At most one piece travels between two
+workers, the overlap of the giver's box and the taker's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from tessel.core import boxes
 from tessel.core.boxes import Box, Region
 from tessel.core.layout import Coordinates, Cut, Layout, Shape
 
-# Elements; more than that two workers sum by halves: a second message costs less then than adding
+# Elements: with more, two workers sum by halves. A second message then costs less than adding
 # everything on both.
 LARGE = 2**18
-# A sum of so many copies or more that one worker gets is made in parts by all who have a copy, if
-# it has more than so many elements: else that worker would read and add all copies alone.
+# A sum of at least this many copies for one worker is made in parts by all workers that have a
+# copy, if it has more elements than MORE: otherwise that worker would read and add all copies
+# alone.
 MANY, MORE = 4, 2**14
-# What one worker gives to so many goes by parts, if it has more than MORE elements: of 1 MiB, whose
-# pages all would read at once, 16 workers get their copies in 0.5 ms so, and in 1.2 ms from one of
-# them. Eight workers take longer by parts, as there are twice as many messages.
+# Values that one worker gives to this many go by parts, if there are more than MORE elements: with
+# 1 MiB, whose pages all would read at once, 16 workers get their copies in 0.5 ms, instead of 1.2
+# ms
+# from one of them. Eight workers take longer by parts, as there are twice as many messages.
 WIDE = 16
-Hosts = tuple[int, ...]  # for each worker of the job the number of its host
+Hosts = tuple[int, ...]  # the number of the host of each worker of the job
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,15 @@ class Plan:
     """One worker's side of an exchange.
 
     Attributes:
-        gives: what goes to others, by worker.
-        arrives: what comes from others, by worker.
-        takes: all that makes up the output, in the order of the sum, the same on all workers.
-        kept: what this worker takes from itself.
+        gives: the pieces for others, by worker.
+        arrives: the pieces from others, by worker.
+        takes: all pieces of the output, in the order of the sum, the same on all workers.
+        kept: the pieces that this worker takes from itself.
         source_shape, target_shape: the local tensors, as boxes.
         once: whether each index arrives at most once, so that it is copied rather than added.
-        fills: whether what arrives first, or all that arrives once, covers the output.
-        silent: whether nobody sends anything to anybody.
-        dense: whether everybody, more than two, sends something to everybody.
+        fills: whether the first piece, or all pieces that arrive once, cover the output.
+        silent: whether no worker sends anything.
+        dense: whether each of more than two workers sends something to each other.
     """
 
     gives: tuple[Piece, ...]
@@ -71,17 +73,17 @@ class Plan:
     dense: bool
 
     def adds(self, order: int) -> bool:
-        """Whether what comes at this place in the order is added to what is there."""
+        """Whether the piece at this place in the order is added to the values before it."""
         return not (self.once or (self.fills and order == 0))
 
     @cached_property
     def outgoing(self) -> tuple[Piece, ...]:
-        """What goes to others, and what this worker keeps."""
+        """The pieces for others, and those that this worker keeps."""
         return self.gives if self.kept is None else (*self.gives, self.kept)
 
     @cached_property
     def incoming(self) -> tuple[tuple[Piece, bool], ...]:
-        """What makes up the output, and whether it is added."""
+        """The pieces of the output, each with whether it is added."""
         return tuple((piece, self.adds(order)) for order, piece in enumerate(self.takes))
 
     @cached_property
@@ -94,13 +96,14 @@ class Plan:
 def route(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> tuple[Plan, ...]:
     """The exchanges that take a tensor from `source` to `target`, as `worker` sees them.
 
-    One exchange, but for a sum of copies whose result all of them need: there each first sums one
-    part of it and then gives it to the others, which sends the least. Two workers swap their copies
-    unless these are large: it sends as much, in one message less, but both add up everything. A
-    large sum of many copies that one worker gets is made in the same way, and so is its adjoint: of
-    what one worker gives to many each first gets a part, and then those of the others.
+    One exchange, except for a sum of copies that all of them need: there each worker first sums one
+    part and then sends it to the others, which sends the least. Two workers swap their copies
+    unless these are large: this sends as much, in one message less, but both add up everything. A
+    large sum of many copies for one worker is made in the same way, and so is its adjoint: of
+    the values that one worker gives to many, each first gets a part, and then the parts of the
+    others.
     """
-    # whose copies share the work: those that are added, or those that are made
+    # the workers whose copies share the work: those of the sum, or those that are made
     copied, numel, copies = source, *_copies(source)
     if sums_in_place(source, target):
         by_parts = copies != 2 or numel > LARGE
@@ -111,8 +114,8 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> tup
         by_parts = copies >= MANY and numel > MORE and sums_elsewhere(source, target)
     if not by_parts:
         return (plan(source, target, worker, hosts),)
-    # The boxes may be too thin to be split along a dimension, so their elements are put in a row:
-    # halves of any size can be cut then, and a contiguous tensor is not copied for it.
+    # The boxes may be too thin to be split along a dimension, so their elements are put into a row:
+    # it can be cut into halves of any size, and a contiguous tensor is not copied for this.
     flat = flattened(copied)
     # Each block is split evenly among the workers that hold a separate copy of it.
     (cut,) = flat.cuts
@@ -130,13 +133,13 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> tup
 
 
 def _copies(layout: Layout) -> tuple[int, int]:
-    """How many elements a worker has, on average, and how many separate copies there are."""
+    """The average number of elements of a worker, and the number of separate copies."""
     copies = prod(layout.partition.shape[axis] for axis in layout.separate)
     return prod(layout.shape) * copies // max(1, layout.partition.size), copies
 
 
 def sums_in_place(source: Layout, target: Layout) -> bool:
-    """Whether copies are added whose sum all of them get: an all-reduce."""
+    """Whether copies are added and all of them get the sum: an all-reduce."""
     return (
         not source.owns_once
         and source.partition == target.partition
@@ -147,7 +150,7 @@ def sums_in_place(source: Layout, target: Layout) -> bool:
 
 @lru_cache(maxsize=1024)
 def sums_elsewhere(source: Layout, target: Layout) -> bool:
-    """Whether copies are added whose sum one worker gets, of the same boxes in the same order."""
+    """Whether copies are added and one worker gets the sum, of the same boxes in the same order."""
     return (
         not source.owns_once
         and target.owns_once
@@ -157,7 +160,7 @@ def sums_elsewhere(source: Layout, target: Layout) -> bool:
 
 
 def gives_copies(source: Layout, target: Layout) -> bool:
-    """Whether one worker has what many get copies of: the adjoint of such a sum."""
+    """Whether one worker has the values that many get copies of: the adjoint of such a sum."""
     is_alone = all(source.partition.shape[axis] == 1 for axis in source.shared)
     return is_alone and sums_elsewhere(target, source)
 
@@ -190,7 +193,7 @@ def plan(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> Plan
         worker: whose plan this is.
         hosts: of all workers of the job; empty if there is one host.
     """
-    # For each separate value of an index, one piece, whoever holds it; in the order of the source's
+    # One piece for each separate value of an index, whoever holds it, in the order of the source's
     # grid: so all workers that get a copy of a sum add in one order.
     wanted, target_shape = target.box(worker), box_shape(target, worker)
     takes: tuple[Piece, ...] = ()
@@ -200,18 +203,18 @@ def plan(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> Plan
             for place, part in source.agreement(wanted)
         )
     if target.owns_once and all(target.partition.shape[axis] == 1 for axis in target.shared):
-        # Nobody else has the sum, so that it may begin with the worker's own: where that covers
-        # the output, as in the adjoint of a halo, nothing has to be cleared before.
+        # Nobody else has the sum, so it may begin with the worker's own term: if that covers
+        # the output, as in the adjoint of a halo, the output need not be cleared.
         takes = tuple(sorted(takes, key=lambda p: p.peer != worker or p.shape != target_shape))
-    # Whether every worker takes only from itself: of all workers, not of this one, since a group
-    # that has nothing to send makes no exchange at all, and everybody must know that.
+    # Whether every worker takes only from itself. This is about all workers, not this one: a group
+    # with nothing to send makes no exchange at all, and everybody must know that.
     is_silent = all(
         giver_of(source, place, target, each, hosts) == each
         for each in target.partition.ranks
         if (box := target.box(each)) is not None
         for place, _ in source.agreement(box)
     )
-    # Whether everybody, more than two, takes from everybody: then one all-to-all is quickest.
+    # If each of more than two workers takes from each other, one all-to-all is quickest.
     workers, cuts = set(source.partition.ranks), zip(source.cuts, target.cuts, strict=True)
     is_dense = (
         len(workers) > 2
@@ -233,11 +236,11 @@ def assembled(
     silent: bool = False,
     dense: bool = False,
 ) -> Plan:
-    """The plan of a worker that gives and takes these pieces of tensors of these shapes."""
+    """The plan of a worker that sends and receives these pieces of tensors of these shapes."""
     given = sorted((piece for piece in gives if piece.numel), key=attrgetter("peer"))
     taken = tuple(piece for piece in takes if piece.numel)
-    # What is copied covers the output together; of what is added, the first alone has to, since
-    # the others are added to what it wrote. Else the output is cleared before.
+    # Pieces that are copied cover the output together; of pieces that are added, the first one must
+    # cover it, as the others are added to it. Otherwise the output is cleared first.
     first = taken if once else taken[:1]
     others = (piece for piece in taken if piece.peer != worker)
     return Plan(
@@ -255,7 +258,7 @@ def assembled(
 
 
 def _gives(source: Layout, target: Layout, worker: int, hosts: Hosts) -> Iterator[Piece]:
-    """The pieces of this worker's box for all takers who turn to it."""
+    """The pieces of this worker's box for all takers that ask it."""
     own, box = source.partition.coordinates(worker), source.box(worker)
     if own is None or box is None:
         return
@@ -269,9 +272,9 @@ def _gives(source: Layout, target: Layout, worker: int, hosts: Hosts) -> Iterato
 def giver_of(
     source: Layout, place: Coordinates, target: Layout, taker: int, hosts: Hosts = ()
 ) -> int:
-    """Which holder of a value gives it to `taker`: the one beside it, itself if it can be.
+    """The holder of a value that gives it to `taker`: the nearest one, itself if possible.
 
-    Holders differ along the shared axes. A taker that is one of the source's workers turns to the
+    Holders differ along the shared axes. A taker that is a worker of the source asks the
     holder at its own coordinates along these; others take turns. Holders on the taker's own host
     come first.
     """
@@ -294,5 +297,5 @@ def box_shape(layout: Layout, worker: int) -> Shape:
 
 
 def shape_of(box: Box | None) -> Shape:
-    """The shape of a tensor that stores a box; of nothing, that of an empty one."""
+    """The shape of a tensor that stores a box; that of an empty one for None."""
     return (0,) if box is None else boxes.extent(box)

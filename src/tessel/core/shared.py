@@ -1,9 +1,9 @@
 """Shared values: one logical value that several workers store, and how they use it.
 
 Parameters are shared by all workers of a layer. A worker that uses one for its own part of the
-work uses a separate copy: nothing moves, and the adjoint sums what the copies are asked for. A
-bucket does so for several values at once, and sums in one exchange. A loss goes the other way:
-separate shares are summed to one shared value, and its adjoint moves nothing.
+work uses a separate copy: nothing moves, and the adjoint sums the gradients of the copies. A
+bucket does so for several values at once, and sums in one exchange. A loss is the opposite:
+separate shares are summed to one shared value, and the adjoint moves nothing.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tessel.transport import kept_in_job
 
 
 class Buckets(Protocol):
-    """What knows which values are used together."""
+    """The interface that knows which values are used together."""
 
     def alias(self, value: Tensor, use: Replicate) -> Tensor | None:
-        """A value of a bucket for this use of it; None if it is in none."""
+        """A value of a bucket for this use of it; None if it is in no bucket."""
         ...
 
 
-# those of the call that runs now
+# those of the call that is running
 current_buckets: ContextVar[Buckets | None] = ContextVar("current_buckets", default=None)
 
 
 class Replicate(LinearOperator):
-    """Let every worker use a shared value as a copy of its own.
+    """Let every worker use a shared value as a separate copy.
 
     Forward:  y_k = x for all k, where nothing moves or is copied.    Adjoint:  x = Σ_k y_k.
 
@@ -63,7 +63,7 @@ class Replicate(LinearOperator):
         return super().apply(x, meta) if found is None else found
 
     def from_bucket(self, x: Tensor) -> Tensor | None:
-        """The value for this use if it is one of a bucket, whose gradients travel together."""
+        """The value for this use if it is in a bucket, whose gradients travel together."""
         current = current_buckets.get()
         return None if current is None else current.alias(x, self)
 
@@ -89,14 +89,14 @@ class Replicate(LinearOperator):
 
 
 def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
-    """Use a shared value in a computation of its own along the axes `separate`."""
+    """Use a shared value in separate computations along the axes `separate`."""
     use = replication(layout, tuple(separate))
     return value if use is None else use.apply(value)
 
 
 @kept_in_job
 def replication(layout: Layout, separate: tuple[int, ...]) -> Replicate | None:
-    """How a shared value is used along the axes `separate`; None where nobody else uses it."""
+    """The use of a shared value along the axes `separate`; None if no other worker uses it."""
     sizes = layout.partition.shape
     if not any(sizes[axis] > 1 and axis in layout.shared for axis in separate):
         return None
@@ -126,7 +126,7 @@ def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ())
 def used_together(
     parameters: Sequence[Tensor], layout: Layout, shared: tuple[int, ...] = ()
 ) -> list[Tensor]:
-    """The same for several parameters of one shape, whose gradients travel in one message."""
+    """The same parameters as `used` for several of one shape, whose gradients travel together."""
     use = _use(layout, parameters[0].shape, shared)
     if use is None:
         return list(parameters)
@@ -155,7 +155,7 @@ def copying(partition: Partition, shape: Shape) -> Replicate:
 
 @kept_in_job
 def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | None:
-    """How workers use a value of this shape; None if all that have several do the same with it."""
+    """The use of a value of this shape; None if all workers that have it do the same with it."""
     sizes, alike = layout.partition.shape, {*layout.shared, *shared}
     separate = tuple(axis for axis, n in enumerate(sizes) if n > 1 and axis not in alike)
     return replication(shared_whole(layout.partition, shape), separate)
@@ -164,14 +164,15 @@ def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | N
 class Sum:
     """The sum of flat tensors over workers, in two steps: other messages may travel in between.
 
-    Copies travel, and each worker adds those of its part, in the order of the workers. (What comes
-    for a move that adds has to wait until its turn comes, and lets nothing pass.) They are added
-    where one of them lies, so that beside a tensor and what comes there is never a third.
+    Copies travel, and each worker adds those of its part, in the order of the workers. (Values for
+    a
+    move that adds have to wait for their turn, and block others.) They are added in the memory of
+    one of them, so that besides a tensor and the received copies there is never a third.
 
     Args:
         partition: the workers.
-        axes: along which tensors are separate; along others workers have the same.
-        length: of the tensors.
+        axes: the axes along which tensors are separate; along others workers have the same.
+        length: the length of the tensors.
     """
 
     def __init__(self, partition: Partition, axes: tuple[int, ...], length: int) -> None:
@@ -187,13 +188,13 @@ class Sum:
         swaps = copies == 2 and length < LARGE  # whole tensors, as moves do
         self._scatter = Move(layout(row, whole), layout(rows, whole if swaps else part))
         self._collect = None if swaps else Move(layout(part), layout(whole))
-        # who sum by one all-reduce between GPUs: all workers, each with a copy of its own
+        # the workers that sum by one all-reduce between GPUs: all, each with a separate copy
         self._sums_all = copies == partition.size
 
     def start(self, x: Tensor, may_change: bool = False) -> Callable[[], Tensor]:
-        """Send; the result waits, once, and gives the sum, which may be in the place of x.
+        """Send; the result waits, once, and returns the sum, which may be in the memory of x.
 
-        What was sent is let go before there is other room for the sum.
+        The sent values are freed before other memory for the sum is allocated.
         """
         group = self._scatter.group
         if self._sums_all and group.adds_on_devices(x):
@@ -220,15 +221,15 @@ class Sum:
 
         def wait() -> Tensor:
             rows = [each.squeeze(0) for each in pending.pop()()]
-            # What others sent is this worker's; the own row is if it may change.
+            # The received rows belong to this worker; so does the own row if it may change.
             own = self._own_row
             place = own if kept and self._collect is not None else int(own == 0)
-            # of fewer values than workers some add none
+            # with fewer values than workers some workers add none
             found = _add(rows, place) if rows else like
             rows.clear()
             if self._collect is None:
                 return found
-            if kept:  # it is added where it belongs
+            if kept:  # it is added in place
                 return self._collect.complete(kept.pop())
             y = like.new_empty(self._collect.codomain.local_shape)
             self._collect.stages[0].own(y).copy_(found)
@@ -239,7 +240,7 @@ class Sum:
 
     @cached_property
     def _own_row(self) -> int:
-        """Which of the rows that are added is this worker's own."""
+        """The index of this worker's own row among the rows that are added."""
         (stage,) = self._scatter.stages
         peers = [piece.peer for piece in stage.plan.takes]
         worker = transport.this_worker()
@@ -247,9 +248,9 @@ class Sum:
 
 
 def _add(rows: Sequence[Tensor], place: int) -> Tensor:
-    """The sum of rows, one after the other, in the place of one of them.
+    """The sum of rows, one after the other, in the memory of one of them.
 
-    Those that lie before this one may change.
+    The rows before this one may be changed.
     """
     total = rows[0]
     for number, each in enumerate(rows[1:], 1):
@@ -259,15 +260,16 @@ def _add(rows: Sequence[Tensor], place: int) -> Tensor:
 
 _kept_sum = kept_in_job(Sum)
 TensorsOrNone = tuple[Tensor | None, ...]
-PackedGradients = tuple[Tensor, bool, bool]  # in a row; whether it is the bucket's; whether all
+# in a row; whether it is the bucket's own; whether all exist
+PackedGradients = tuple[Tensor, bool, bool]
 
 
 class GradientBucket:
-    """Let every worker use several shared values as copies of its own.
+    """Let every worker use several shared values as separate copies.
 
     Forward:  y_ik = x_i for all i and k, where nothing moves.    Adjoint:  x_i = Σ_k y_ik, for all
     i in one exchange, which begins when there is a gradient of every y_i that a loss depends on.
-    What was computed between `prepare` and `use` is derived while it travels.
+    Computations between `prepare` and `use` are differentiated while it travels.
 
     The workers tell each other which gradients they have: a value that no loss depends on gets
     none, rather than zeros.
@@ -275,10 +277,11 @@ class GradientBucket:
     Args:
         partition: the workers, all of whom have all values.
         axes: along which uses are separate.
-        shapes: of the values.
-        like: a tensor of their dtype and device.
-        lasts: whether channels lie last in the memory of each value, the same on all workers:
-            gradients of such a value lie alike, and travel as they lie. None of them by default.
+        shapes: the shapes of the values.
+        like: a tensor with their dtype and device.
+        lasts: whether the memory format of each value is channels-last, the same on all workers:
+            gradients of such a value have it, too, and are sent in this order. By default none has
+            it.
     """
 
     def __init__(
@@ -298,7 +301,7 @@ class GradientBucket:
         self.group = partition.prepare()
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
-        """What `use` takes. In a backward pass the sums are waited for here."""
+        """The token that `use` takes. In a backward pass the sums are waited for here."""
         (token,) = record_several(_BucketStep(self, "enter"), values)
         assert token is not None
         return token
@@ -311,7 +314,7 @@ class GradientBucket:
         return tuple(each for each in found if each is not None)
 
     def pack(self, grads: TensorsOrNone) -> PackedGradients:
-        """Gradients in a row, with flags of those that are there."""
+        """Gradients in a row, with flags of those that exist."""
         is_all = all(grad is not None for grad in grads)
         flat = [
             self.like.new_zeros(length) if grad is None else in_a_row(grad, last)
@@ -349,11 +352,11 @@ class _BucketStep:
     - "leave": a token to the values. Nothing moves.
     - "pack": gradients to a token, in a row.
     - "start": a token to another, while the row travels.
-    - "wait": a token to the sums, when they have come.
+    - "wait": a token to the sums, when they have arrived.
 
-    What a step carries goes with the token that stands for it in the graph. A row is packed in a
-    step of its own: autograd keeps gradients to the end of a step, and room for what comes from
-    others is made in the next one, when they are gone.
+    The data of a step belongs to the token that stands for it in the graph. A row is packed in a
+    separate step: autograd keeps gradients to the end of a step, and memory for the received values
+    is allocated in the next one, when the gradients are freed.
     """
 
     bucket: GradientBucket
@@ -394,15 +397,15 @@ _ADJOINTS |= {adjoint: name for name, adjoint in _ADJOINTS.items()}
 
 @dataclass(frozen=True)
 class BucketInGraph:
-    """The bucket of a graph, in which a movement is one node: the sums are made at once.
+    """The bucket of a graph, in which a movement is one node: all sums are made at once.
 
     Forward:  y_ik = x_i for all i and k, where nothing moves.    Adjoint:  x_i = Σ_k y_ik, for all
-    i in one movement, of all of them in a row.
+    i in one movement of all of them in a row.
 
     Args:
         row: how workers use the row.
-        shapes: of the values.
-        like: a tensor of their dtype and device.
+        shapes: the shapes of the values.
+        like: a tensor with their dtype and device.
         sums: whether this is the adjoint.
     """
 
@@ -434,7 +437,7 @@ class BucketInGraph:
         if not self.sums:
             return _detached(xs)
         lengths = [prod(shape) for shape in self.shapes]
-        # all of them on all workers: who has no gradient of a value sends zeros
+        # all of them on all workers: a worker without a gradient of a value sends zeros
         flat = [
             self.like.new_zeros(length) if x is None else x.reshape(-1)
             for x, length in zip(xs, lengths, strict=True)
@@ -445,15 +448,15 @@ class BucketInGraph:
 
 
 def _detached(xs: TensorsOrNone) -> TensorsOrNone:
-    """The same values, as tensors of their own."""
+    """The same values as detached tensors."""
     return tuple(None if x is None else x.detach() for x in xs)
 
 
 def total(share: Tensor, partition: Partition, shared: Iterable[int] = ()) -> Tensor:
-    """The sum of all workers' shares as one shared value: every worker may derive it.
+    """The sum of all workers' shares as one shared value, which every worker may differentiate.
 
     Args:
-        share: of the same shape on all workers.
+        share: a tensor of the same shape on all workers.
         partition: the workers.
         shared: axes along which workers hold copies of one share, which counts once.
     """
@@ -468,7 +471,7 @@ def _total(partition: Partition, shape: Shape, shared: tuple[int, ...]) -> Move:
 
 
 def equalize(values: Iterable[Tensor | None], partition: Partition) -> None:
-    """Give all workers what the first one of the partition has, in place."""
+    """Copy the tensors of the first worker of the partition to all others, in place."""
     for value in values:
         if value is not None:
             layout = Layout.whole(partition, value.shape, shared=True)
@@ -476,12 +479,12 @@ def equalize(values: Iterable[Tensor | None], partition: Partition) -> None:
 
 
 def keep_part(part: Tensor, layout: Layout, whole: Tensor) -> None:
-    """Fill this worker's part of a tensor, in place, from the whole that the first worker has.
+    """Fill this worker's part of a tensor, in place, from the whole tensor of the first worker.
 
     Args:
-        part: a plain tensor of the shape that the layout says.
-        layout: where the parts lie.
-        whole: all of it; only the first worker's counts.
+        part: a plain tensor with the local shape of the layout.
+        layout: the layout of the parts.
+        whole: the whole tensor; only the first worker's counts.
     """
     partition = layout.partition
     if not partition.active or part.is_meta:
@@ -495,7 +498,7 @@ def keep_part(part: Tensor, layout: Layout, whole: Tensor) -> None:
 
 
 def anchored_zeros(shape: Shape, *inputs: Tensor | None) -> Tensor:
-    """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
+    """Zeros that depend on their inputs, so that the graphs of all workers are alike."""
     zeros = [each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None]
-    # without a number to begin with, which would make whole numbers of truth values
+    # without a first number, which would turn booleans into integers
     return reduce(torch.add, zeros).expand(shape)

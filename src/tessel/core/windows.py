@@ -1,8 +1,8 @@
 """Windows: which input indices an output index reads, along one dimension. Pure integers.
 
-A layer that slides something over a tensor (a convolution, a pool, an interpolation) is, for the
-matter of where data lies, a rule that takes an interval of outputs to the interval of inputs that
-they read. Every such rule is here, and nowhere else.
+A layer that slides a window over a tensor (a convolution, a pool, an interpolation) is, as far as
+layouts are concerned, a rule that takes an interval of outputs to the interval of inputs that
+they read. All such rules are in this module.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tessel.core.boxes import Interval, overlap
 
 
 class ReceptiveField(Protocol):
-    """A rule that says which inputs some outputs read."""
+    """A rule for the inputs that outputs read."""
 
     def hull(self, outputs: Interval) -> Interval:
-        """The inputs from the first to the last that non-empty `outputs` read, also those that
-        lie outside of the tensor."""
+        """The inputs from the first to the last that non-empty `outputs` read, also outside of the
+        tensor."""
         ...
 
 
 def reads(field: ReceptiveField | None, outputs: Interval, length: int) -> Interval:
-    """The inputs out of `length` that `outputs` read; without a rule, those of the same indices.
+    """The inputs out of `length` that `outputs` read; without a rule, the same indices.
 
     >>> reads(Window(3, before=1), (0, 4), 8), reads(Window(3, before=1), (4, 4), 8)
     ((0, 5), (0, 0))
@@ -67,8 +67,8 @@ class Window:
 class TouchingWindow:
     """A window without the first and last values of its kernel that meet nothing but padding.
 
-    Which these are depends on the outputs: of an image that is small beside the dilation, those at
-    one side read none of what lies at the other.
+    These depend on the outputs: in an image that is small compared to the dilation, the outputs at
+    one side read nothing at the other.
 
     Args:
         window: over inputs and the padding around them.
@@ -83,7 +83,7 @@ class TouchingWindow:
     inputs: Interval
 
     def taps(self, outputs: Interval) -> Interval:
-        """Which values of the kernel non-empty `outputs` need; at least one."""
+        """The values of the kernel that non-empty `outputs` need; at least one."""
         start, stop = self.window.first(outputs[0]), self.window.first(outputs[1] - 1) + 1
         shifts = (self.window.dilation * tap for tap in range(self.window.kernel))
         touch = [bool(overlap((start + by, stop + by), self.inputs)) for by in shifts]
@@ -169,7 +169,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Mirrored:
-    """A window over a tensor that goes on beyond its border: mirrored there, constant, or around.
+    """A window over a tensor that is continued beyond its border: mirrored, constant, or periodic.
 
     >>> Mirrored(Window(3, before=1), 8, "reflect").places((0, 2))
     [1, 0, 1, 2]
@@ -182,7 +182,7 @@ class Mirrored:
     mode: str  # "reflect", "replicate" or "circular"
 
     def places(self, outputs: Interval) -> list[int]:
-        """The input index for each place that the windows of non-empty `outputs` cover."""
+        """The input index for each position that the windows of non-empty `outputs` cover."""
         start, stop = self.window.hull(outputs)
         if self.mode == "circular":
             return [index % self.length for index in range(start, stop)]
@@ -201,15 +201,15 @@ Table = tuple[np.ndarray, np.ndarray]  # indices and weights, both (tap, output)
 
 @dataclass(frozen=True)
 class Interpolation(ABC):
-    """How an interpolation reads along one dimension: y[i] = Σ_t w_t(i) · x[index_t(i)].
+    """An interpolation along one dimension: y[i] = Σ_t w_t(i) · x[index_t(i)].
 
     Positions are computed in the arithmetic of torch's own kernels, step by step: a position that
-    lies between two inputs by rounding only must fall to the same side.
+    is between two inputs only because of rounding must fall to the same side.
 
     Args:
         inputs, outputs: the lengths.
-        scale: how much longer the output is, where that was given; by default outputs / inputs.
-        double: whether torch computes positions in double precision, as it does for such tensors.
+        scale: how much longer the output is, if it was given; by default outputs / inputs.
+        double: whether torch computes positions in double precision, as it does for double tensors.
     """
 
     inputs: int
@@ -220,7 +220,7 @@ class Interpolation(ABC):
     @cached_property
     @abstractmethod
     def table(self) -> Table:
-        """Which inputs each output reads, all within the tensor, and their weights."""
+        """The inputs that each output reads, all within the tensor, and their weights."""
 
     def hull(self, outputs: Interval) -> Interval:
         indices = self.table[0][:, outputs[0] : outputs[1]]
@@ -232,19 +232,19 @@ class Interpolation(ABC):
 
     @property
     def step(self) -> np.floating:
-        """How far apart the positions of two outputs are."""
+        """The distance between the positions of two outputs."""
         if self.scale is not None and self.scale > 0:
             return self.precision(1.0 / self.scale)
         return self.precision(self.inputs) / self.precision(self.outputs)
 
     def clipped(self, positions: np.ndarray) -> np.ndarray:
-        """The input at or before each position; torch rounds to single precision before it cuts."""
+        """The input at or before each position; torch rounds to single precision first."""
         whole = np.floor(positions.astype(np.float32)).astype(np.int64)
         return np.minimum(whole, self.inputs - 1)
 
     @property
     def centers(self) -> np.ndarray:
-        """Where the outputs lie among the inputs: one fused multiply-add, rounded once."""
+        """The positions of the outputs among the inputs: one fused multiply-add, rounded once."""
         wide = np.longdouble if self.double else np.float64
         half = self.precision(0.5)
         exact = wide(self.step) * (self.places + half).astype(wide) - wide(0.5)
@@ -252,7 +252,7 @@ class Interpolation(ABC):
 
     @property
     def places(self) -> np.ndarray:
-        """The indices of the outputs, as numbers to compute with."""
+        """The indices of the outputs as floating-point numbers."""
         return np.arange(self.outputs).astype(self.precision)
 
 
@@ -260,8 +260,8 @@ class Interpolation(ABC):
 class Nearest(Interpolation):
     """The one input that lies nearest: ⌊i·n/m⌋, or with `exact` ⌊(i + ½)·n/m⌋.
 
-    Some kernels of torch have a `shortcut`: they take equal and doubled lengths as what they are,
-    whatever the scale is, and do not round ½ away from the centre.
+    Some kernels of torch have a `shortcut` for equal and doubled lengths: they ignore the scale,
+    and do not round ½ away from the center.
 
     >>> Nearest(3, 6).hull((1, 4)), Nearest(3, 2, exact=True).hull((0, 1))
     ((0, 2), (0, 1))
@@ -285,10 +285,10 @@ class Nearest(Interpolation):
 
 @dataclass(frozen=True)
 class _Centered(Interpolation):
-    """Positions on the line through the centres of the inputs.
+    """Positions on the line through the centers of the inputs.
 
     Args:
-        align_corners: whether the first and the last input and output lie at the same positions.
+        align_corners: whether the first and the last input and output have the same positions.
     """
 
     align_corners: bool = False
@@ -303,14 +303,14 @@ class _Centered(Interpolation):
         return step * self.places
 
     def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The input at or before each position, and how far behind it the position is."""
+        """The input at or before each position, and the distance of the position from it."""
         first = self.clipped(positions)
         return first, np.clip(positions - first, 0, 1).astype(self.precision)
 
 
 @dataclass(frozen=True)
 class Linear(_Centered):
-    """The two inputs around a position, weighted by how near they are.
+    """The two inputs around a position, weighted by their distance.
 
     >>> Linear(4, 8).hull((2, 4)), Linear(4, 8).hull((0, 1))
     ((0, 3), (0, 2))
