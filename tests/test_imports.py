@@ -258,12 +258,39 @@ def test_one_autograd_function() -> None:
     ]
 
 
+def names_of_derivatives(node: ast.FunctionDef) -> set[str]:
+    """Of which of torch's operators for derivatives a function of `tensor/aten.py` is the rule."""
+    entered = [each for each in node.decorator_list if isinstance(each, ast.Call)]
+    given = [name.value for each in entered for name in each.args if isinstance(name, ast.Constant)]
+    return {str(name) for name in given if "_backward" in str(name)}
+
+
+def computes_with(name: str, node: ast.FunctionDef) -> bool:
+    """Whether a function does more with an argument than to pull it back, or look at its kind."""
+    others = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and ast.unparse(each.func) in ("pulled_back", "held_layouts"):
+            others |= {id(argument) for argument in each.args}
+        elif isinstance(each, ast.Attribute) and each.attr in ("shape", "dtype", "device"):
+            others.add(id(each.value))
+    names = (each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == name)
+    return any(id(each) not in others for each in names)
+
+
 def test_gradients_that_are_no_adjoints() -> None:
     """Those that docs/architecture.md names: gradients that are written out, and hooks."""
-    gradients, hooks = set(), set()
+    gradients, hooks, formulas, kernels = set(), set(), set(), set()
     for path in FILES:
         file = str(path.relative_to(SOURCE))
         for node in nodes(path):
+            if isinstance(node, ast.FunctionDef) and names_of_derivatives(node):
+                assert file == "tensor/aten.py"
+                if computes_with(node.args.args[0].arg, node):
+                    formulas |= names_of_derivatives(node)
+            if isinstance(node, ast.Attribute) and re.search(
+                r"aten\.\w*backward", ast.unparse(node)
+            ):
+                kernels.add(file)
             if isinstance(node, ast.FunctionDef) and node.name in ("backward", "vjp"):
                 gradients.add((file, node.name))
             called = node.func if isinstance(node, ast.Call) else None
@@ -281,6 +308,11 @@ def test_gradients_that_are_no_adjoints() -> None:
         *("tensor/blockwise_attention.py", "tensor/batch_norm.py", "tensor/group_norm.py"),
     }
     assert gradients == {(file, "vjp") for file in files}
+    assert formulas == {
+        *("select_backward", "slice_backward", "native_layer_norm_backward"),
+        *("_softmax_backward_data", "_log_softmax_backward_data", "convolution_backward"),
+    }
+    assert kernels == {"tensor/batch_norm.py", "tensor/blockwise_attention.py"}  # torch's own
     gradients_change = {"imaging/distributing.py", "nn/parallel/replicas.py"}
     assert hooks == gradients_change | {
         *("distributed/shards.py", "tracing/recorder.py"),
@@ -288,7 +320,8 @@ def test_gradients_that_are_no_adjoints() -> None:
     }
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     page = page[page.index("### What is not an adjoint") : page.index("## Layers")]
-    assert [file for file in sorted(files | hooks) if f"`{file}`" not in page] == []
+    shown = {*files, *hooks, *formulas, *kernels, "tensor/aten.py"}
+    assert [each for each in sorted(shown) if f"`{each}`" not in page] == []
 
 
 def test_splits_are_computed_in_boxes() -> None:

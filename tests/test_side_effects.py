@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +115,143 @@ def test_a_comparison_finds_a_hook_and_a_patch() -> None:
     )
     assert ("torch.optim.optimizer", "_global_optimizer_pre_hooks") in changed
     assert ("torch.nn.modules.linear", "Linear", "forward") in changed
+
+
+SOURCE = Path(tessel.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+OUTSIDE = ("torch", "os", "sys", "signal")  # of which values and functions are not Tessel's
+CHANGING = re.compile(
+    r"(^|\.)(register\w*|add|append|insert|extend|remove|pop|update|setdefault|define|impl|custom_op"
+    r"|add_safe_globals|has_side_effect|filterwarnings|signal|mallopt)$"
+)
+# by file: what it assigns to, and the functions that it calls to change something
+CHANGES = {
+    "cli/plan_model.py": {"sys.path.insert", "torch.set_default_dtype"},
+    "cli/rendezvous.py": {"rendezvous_handler_registry.register"},
+    "cli/run.py": {
+        *("os.environ['OMP_NUM_THREADS']", "os.environ[TRACE]", "os.environ.setdefault"),
+        *("os.environ.pop", "sys.path.insert", "sys.path[:]"),
+    },
+    "cli/worker.py": {"sys.argv", "sys.path[0]"},
+    "core/graph.py": {
+        *("torch.library.custom_op", "_library.define", "torch.library.impl"),
+        *("torch.library.register_fake", "torch.fx.node.has_side_effect", "SAC_IGNORED_OPS.add"),
+    },
+    "distributed/shards.py": {"torch.serialization.add_safe_globals"},
+    "distributed/wrapping.py": {
+        *("wrapper.__init__", "sys.meta_path.insert", "sys.meta_path.remove", "known.append"),
+    },
+    "imaging/context.py": {"setattr(cudnn)"},
+    "imaging/solvers/checkpoint.py": {"torch.set_rng_state"},
+    "launch/environment.py": {
+        *("sys.path[:]", "sys.argv[:]", "os.environ.pop", "os.environ[name]"),
+        "torch.set_num_threads",
+    },
+    "launch/forkserver.py": {"signal.signal"},
+    "launch/task.py": {f"sys.modules['{name}']" for name in ("__main__", "__mp_main__")},
+    "machine.py": {"os.environ.setdefault", "library.mallopt"},
+    "nn/convert.py": {"kind.__deepcopy__", "kind.__reduce__"},
+    "testing/memory.py": {"_STORAGE.resize_"},
+    "tracing/block.py": {"signal.signal", "os.register_at_fork"},
+    "tracing/recorder.py": {
+        *(f"register_optimizer_step_{when}_hook" for when in ("pre", "post")),
+        *(f"modules.register_module_forward_{name}" for name in ("pre_hook", "hook")),
+        "warnings.filterwarnings",
+    },
+    "transport/device_wait.py": {"handle._get_backend(torch.device('cuda'))._set_default_timeout"},
+    "transport/world.py": {"os.environ.setdefault"},
+}
+
+
+def root(node: ast.AST) -> str:
+    """The name at which an expression begins."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_from_outside(tree: ast.Module) -> set[str]:
+    """What a file imports from others, and gives a name of its own."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [each for each in node.names if each.name.partition(".")[0] in OUTSIDE]
+            found |= {(each.asname or each.name).partition(".")[0] for each in names}
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").partition(".")[0] in OUTSIDE:
+                found |= {each.asname or each.name for each in node.names}
+    for node in ast.walk(tree):
+        # also a loop over what was imported
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+            if {root(each) for each in node.iter.elts} & found:
+                found |= {root(node.target)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and root(node.value or node) in found:
+            is_plain = isinstance(node.value, ast.Attribute | ast.Name)
+            is_made = "torch.library" in ast.unparse(node.value or node)
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name) and (is_plain or is_made):
+                    found.add(target.id)
+    return found - {""}
+
+
+def changes(text: str) -> Iterator[str]:
+    """What a file changes outside of Tessel, as it is written there."""
+    tree = ast.parse(text)
+    outside = names_from_outside(tree)
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        if isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for each in targets:
+            for target in each.elts if isinstance(each, ast.Tuple) else [each]:
+                if not isinstance(target, ast.Attribute | ast.Subscript):
+                    continue
+                # methods of classes, wherever these come from
+                is_method = re.search(
+                    r"\.__(init|new|call|reduce|deepcopy)\w*$", ast.unparse(target)
+                )
+                if root(target) in outside or (is_method and root(target) != "self"):
+                    yield ast.unparse(target)
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in ("setattr", "delattr") and root(node.args[0]) in outside:
+            yield f"{called}({ast.unparse(node.args[0])})"
+        is_function = called.startswith("torch.") and called.count(".") == 1  # as torch.add
+        is_change = CHANGING.search(called) and not is_function
+        is_outside = root(node.func) in outside | {"warnings", "library"}
+        is_setting = re.match(r"torch\.set_(num|default|rng)|.*\._set_default", called)
+        if is_setting or (is_change and is_outside):
+            yield called
+
+
+def test_what_changes_outside_is_on_the_page() -> None:
+    """Assignments to what other libraries own, and calls by which they are told something."""
+    found = {
+        str(path.relative_to(SOURCE)): {*changes(path.read_text())}
+        for path in SOURCE.rglob("*.py")
+        if "examples" not in path.parts
+    }
+    assert {file: each for file, each in found.items() if each} == CHANGES
+    page = PAGE.read_text()
+    page = page[page.index("## What Tessel changes in torch") : page.index("## Agreement")]
+    assert [file for file in CHANGES if f"`{file}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.nn.Linear.forward = print",
+        "from torch.nn import Linear as L\nL.forward = print",
+        "import torch\nKIND = torch.nn.Linear\ndel KIND.forward",
+        "import os\nos.environ['X'] = ''",
+        "from torch.nn import Linear\nsetattr(Linear, 'forward', print)",
+        "from torch.optim.optimizer import _foreach_supported_types as f\nf.append(int)",
+        "def change(kind):\n    kind.__reduce__ = print",
+    ],
+)
+def test_a_change_outside_is_found(code: str) -> None:
+    assert [*changes(code)]
 
 
 class Pull(Optimizer):
