@@ -86,7 +86,7 @@ class Signature:
 
     @classmethod
     def of_output(cls, out: Any) -> Signature:
-        """That of a tensor that is written to; it has a tangent if torch derives what comes."""
+        """The signature of an output; it has a tangent if torch differentiates the values."""
         plain = getattr(type(out), "__torch_dispatch__", None) is Tensor.__torch_dispatch__
         found = cls.of(out if plain else None)  # what has no memory of its own cannot be written to
         overlaps = found.dtype is not None and _overlaps(out)
@@ -124,7 +124,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What all workers know after they agreed: the kind of tensor, and whether derivatives pass."""
+    """The result of an agreement: the kind of tensor, and whether derivatives are needed."""
 
     dtype: torch.dtype
     device: str
@@ -148,11 +148,11 @@ class Agreement(Generic[T]):
 
     Args:
         group: who must agree.
-        label: which movement this is, in the words of its user.
-        givers: the workers whose tensors move; what others pass is a placeholder.
-        conclude: makes something from the shapes by worker and the meta, or raises ValueError;
-            it must depend on nothing else, so that all workers come to the same.
-        identity: what the movement is to the last detail, where the label does not say all.
+        label: the movement, in the words of its user.
+        givers: the workers whose tensors move; other workers pass a placeholder.
+        conclude: a function of the shapes by worker and the meta, which may raise ValueError;
+            it must depend on nothing else, so that all workers come to the same conclusion.
+        identity: everything that identifies the movement, where the label does not say all.
         check_outputs: raises ValueError if outputs that workers passed cannot be written to; it
             gets the shapes by worker, the meta and the outputs. None if they cannot pass any.
     """
@@ -168,11 +168,11 @@ class Agreement(Generic[T]):
     _said: dict[Any, bytes] = field(default_factory=dict)  # the words of this worker, by its tensor
 
     def agree_on(self, x: Tensor | Signature, out: Any = None) -> T:
-        """One small exchange; what follows from it is worked out once for the same signatures.
+        """Agree by one small exchange; the conclusion is computed once for the same signatures.
 
         Args:
-            x: what this worker brings.
-            out: where it wants the result, or None: all workers pass one or none does.
+            x: this worker's tensor.
+            out: a tensor for the result, on all workers or on none.
         """
         if isinstance(x, Tensor):
             enabled = torch.is_grad_enabled()
@@ -211,7 +211,7 @@ class Agreement(Generic[T]):
 
 
 class Heard(NamedTuple):
-    """What all workers passed to an agreement.
+    """The descriptions that all workers passed to an agreement.
 
     Attributes:
         tensors: for each tensor, the shapes by worker and what all of them have in common.

@@ -63,7 +63,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which box of a global tensor each worker stores, and what its copies mean.
+    """The box of a global tensor that each worker stores, and the meaning of copies.
 
     Along an axis of the grid that splits no dimension, workers hold copies. They are *separate*
     (independent values, all counted by the inner product) unless the axis is named in `shared`

@@ -192,7 +192,7 @@ class Move(LinearOperator):
         return self._as_output(y)
 
     def _through_stages(self, x: Tensor, room: Tensor | None = None) -> Tensor:
-        """What arrives at the end of all exchanges, in the room that is given for it."""
+        """The result of all exchanges, in the memory that is given for it."""
         *first, last = self.stages
         # the last copy can be written to its place in the output, if this worker gets it
         into_output = None
@@ -511,15 +511,15 @@ class Stage:
         return found
 
     def _sends(self, x: Tensor) -> list[SendBuffer]:
-        """What leaves the input."""
+        """The pieces of the input that are sent."""
         return [SendBuffer(piece.peer, _part(x, piece)) for piece in self.plan.outgoing]
 
     def _receives(self, y: Tensor, is_there: bool = False) -> list[ReceiveBuffer]:
-        """Where in the output belongs what comes; the own part may be there already."""
+        """The places of the received pieces in the output; the own part may be there already."""
         return [ReceiveBuffer(p.peer, _part(y, p), adds) for p, adds in self._incoming(is_there)]
 
     def _incoming(self, is_there: bool) -> Sequence[tuple[Piece, bool]]:
-        """What comes, in order: where nothing is added, first what waits for nobody."""
+        """The received pieces in order; if none is added, first those that need no message."""
         if is_there:
             return [(piece, False) for piece in self.plan.arrives]
         if not self.plan.once:
@@ -563,7 +563,7 @@ class Stage:
     def _program(
         self, x: Tensor, y: Tensor, is_there: bool, early: bool = False
     ) -> CopyProgram | None:
-        """That of the exchange from x to y, if there is one and the tensors are plain."""
+        """The program of the exchange from x to y, if there is one and the tensors are plain."""
         if not is_plain(x):
             return None
         key = x.dtype, x.stride(), y.stride(), is_there, early

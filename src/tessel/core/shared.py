@@ -148,7 +148,7 @@ def shared_whole(partition: Partition, shape: Shape) -> Layout:
 
 @kept_in_job
 def copying(partition: Partition, shape: Shape) -> Replicate:
-    """From a shared value to a copy for each worker; also of one worker, whose graph it marks."""
+    """The operator from a shared value to a copy for each worker; it also marks their graphs."""
     shared = shared_whole(partition, shape)
     return Replicate(shared, replace(shared, shared=()))
 

@@ -1,8 +1,9 @@
-"""The algebra of operators: linear maps between spaces, and what they are made of.
+"""The algebra of operators: linear maps between spaces, and their combinations.
 
 An operator knows its domain and its codomain before it runs. It is a tree: leaves that act along
 one dimension or a few (`leaf.py`), and products, Kronecker products, sums and multiples of others.
-Applied, a tree becomes a list of tasks (`tasks.py`), in the order that computes the least.
+When it is applied, a tree becomes a list of tasks (`tasks.py`), in the order that computes the
+least.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ ORDERS = ("tensor", "julia")  # of the factors in kron
 
 
 class ParOperator:
-    """A linear map from tensors of one space to those of another.
+    """A linear map from tensors of one space to tensors of another.
 
     `A * x` applies it, as `A(x)` does, to a tensor of the domain's shape, or to its `vec`, the same
-    values in one dimension; the result has the same form. Dimensions behind these are a batch:
+    values in one dimension; the result has the same form. Further dimensions are a batch:
     `A * X` applies the operator to each column of a matrix.
 
     `A @ B` applies `B` first; `A + B`, `a * A`, `-A`; `A.H` is the exact adjoint in the real inner
@@ -61,11 +62,11 @@ class ParOperator:
         raise NotImplementedError(f"{type(self).__name__} must implement `expand`")
 
     def children(self) -> tuple[ParOperator, ...]:
-        """The operators of which this one is made."""
+        """The operators that this one is made of."""
         return ()
 
     def sized(self, shape: Shape) -> ParOperator:
-        """For an operator that takes any shape, that for this one."""
+        """The operator for tensors of this shape, if it takes any shape; otherwise itself."""
         return self
 
     def __matmul__(self, other: ParOperator) -> ParOperator:
@@ -80,7 +81,7 @@ class ParOperator:
         return _joined(OperatorSum, "terms", self, other)
 
     def __radd__(self, other: Any) -> ParOperator:
-        """So that `sum` adds operators."""
+        """Let `sum` add operators."""
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __sub__(self, other: ParOperator) -> ParOperator:
@@ -89,7 +90,7 @@ class ParOperator:
     def __neg__(self) -> ParOperator:
         return -1 * self
 
-    # An array of numpy must not multiply itself, element by element, with the operator.
+    # A numpy array must not multiply itself with the operator element by element.
     __array_ufunc__ = None
 
     def __rmul__(self, factor: Any) -> ParOperator:
@@ -123,7 +124,7 @@ class ParOperator:
             return self.apply(argument)
         if isinstance(argument, np.ndarray):
             forward = all(step >= 0 for step in argument.strides)
-            try:  # in the same memory where torch can
+            try:  # without a copy if torch can
                 x = torch.as_tensor(argument if forward else argument.copy())
             except TypeError as error:
                 raise TypeError(
@@ -141,7 +142,7 @@ class ParOperator:
 
     @cached_property
     def reductions(self) -> tuple[Any, ...]:
-        """The operators in it that sum over workers by themselves."""
+        """The operators in the tree that sum over workers by themselves."""
         return tuple(each for child in self.children() for each in child.reductions)
 
     def bind(self, theta: Any) -> ParOperator:
@@ -149,10 +150,10 @@ class ParOperator:
         return Bound(self, theta)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The operator's own parameters, drawn when they are first asked for.
+        """The operator's own parameters, drawn on first access.
 
         From then on the operator can be applied without binding others, and a torch optimizer
-        that got these trains it.
+        with these parameters trains it.
         """
         return iter(own_parameters(self).values())
 
@@ -162,7 +163,7 @@ class ParOperator:
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         """Apply the operator in this process."""
-        # What is wrong here must raise on all workers before one of them waits in a sum.
+        # Errors must be raised on all workers before one of them waits in a sum.
         for reduction in self.reductions[:1]:
             reduction.check_together(self, x)
         form = InputShape.of(self, x, self.domain.shape)
@@ -170,21 +171,21 @@ class ParOperator:
         x, values = form.folded(x), find_values(self, theta)
         if x.numel():
             return form.unfolded(perform(self.order, x, values))
-        shape = *self.codomain.shape, 0  # transforms do not take a batch of nothing
+        shape = *self.codomain.shape, 0  # transforms do not accept an empty batch
         return form.unfolded(anchored_zeros(shape, x, *values.values()).to(self.codomain.dtype))
 
     @cached_property
     def order(self) -> tuple[tuple[OperatorTask, ...], ...]:
-        """The tasks in the order that computes the least, those that are one call together."""
+        """The tasks in the order that computes the least, grouped by calls."""
         return ordered(tuple(self.expand(0)))
 
     def to_dense(self, theta: Parameters | None = None) -> Tensor:
         """The matrix of a small operator: `vec(A * x)` is `A.to_dense() @ vec(x)`.
 
-        Of an operator from complex to real tensors it is the real part of that product.
+        For an operator from complex to real tensors it is the real part of that product.
         """
         count = self.domain.numel
-        # The columns of the matrix are what the operator makes of the unit vectors, as a batch.
+        # The columns of the matrix are the images of the unit vectors, as a batch.
         unit = torch.eye(count).to(self.domain.dtype).reshape(*self.domain.shape, count)
         columns = self.apply(unit, theta).reshape(-1, count)
         if not self.domain.is_complex or self.is_complex_linear:
@@ -194,10 +195,10 @@ class ParOperator:
         return torch.complex(columns, -self.apply(1j * unit, theta).reshape(-1, count))
 
     def check_numbers(self, device: torch.device | str) -> None:
-        """ValueError if torch lacks something that the operator or its gradient needs on a device.
+        """ValueError if torch does not support the operator or its gradient on a device.
 
-        Torch has every function for 32 and 64 bits. Of 16 bits it has some, on some devices, for
-        some lengths: no list says which, so small tensors are tried. Without that, a worker would
+        Torch has every function for 32 and 64 bits. For 16 bits it has some, on some devices, for
+        some lengths. There is no list, so small tensors are tried. Otherwise a worker would
         fail between two messages.
         """
         kind = torch.device(device).type
@@ -219,12 +220,12 @@ class ParOperator:
 
     @cached_property
     def supported_on(self) -> set[str]:
-        """The devices on which torch is known to do what this does in 16 bits."""
+        """The devices on which torch is known to support the operator in 16 bits."""
         return set()
 
     @cached_property
     def is_complex_linear(self) -> bool:
-        """Whether A(a x) = a A(x) for complex numbers a, too."""
+        """Whether A(a x) = a A(x) for complex numbers a as well."""
         return all(task.is_complex_linear for task in self.expand(0))
 
     def __repr__(self) -> str:
@@ -245,8 +246,8 @@ class Bound(ParOperator):
         if isinstance(operator, Bound):
             theta = operator.theta.joined(theta)
             operator = operator.operator
-        # Of a distributed operator, what is wrong on one worker must not raise there alone: workers
-        # find out together, when it is applied.
+        # In a distributed operator, an error on one worker must not be raised there alone: workers
+        # check together when it is applied.
         if not hasattr(operator, "combined"):
             theta.check(operator)
         self.operator, self.theta = operator, theta.of(operator)
@@ -277,7 +278,7 @@ class Bound(ParOperator):
         raise ValueError(f"{self} is bound: use S.module(), which has its own parameters")
 
     def __getattr__(self, name: str) -> Any:
-        """What a distributed operator has beyond others: its layouts, its plan."""
+        """Return what only a distributed operator has: its layouts, its plan."""
         if name.startswith("_") or "operator" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.operator, name)
@@ -301,7 +302,7 @@ def lift(make: Callable[..., ParOperator], *operators: ParOperator) -> ParOperat
 
 
 def _bound(operator: ParOperator, theta: Parameters) -> ParOperator:
-    """With what is known; what is not yet bound can be bound later."""
+    """The operator with the values that are given; others can be bound later."""
     new = Bound.__new__(Bound)
     new.operator, new.theta = operator, theta
     new.domain, new.codomain = operator.domain, operator.codomain
@@ -329,7 +330,7 @@ class Composition(Composed, ParOperator):
 class Kronecker(ParOperator):
     """A Kronecker product: each factor acts along dimensions of its own.
 
-    The big matrix is never formed. A factor from real to complex numbers acts before those that
+    The matrix is never formed. A factor from real to complex numbers acts before factors that
     take complex ones; one from complex to real acts last.
     """
 
@@ -338,7 +339,7 @@ class Kronecker(ParOperator):
         turns = [_turn(each) for each in factors]
         self.domain = _joint([each.domain for each in factors], 0 in turns)
         self.codomain = _joint([each.codomain for each in factors], 2 in turns)
-        # The numbers of a tensor are of one precision, and become complex, or real, once.
+        # All numbers of a tensor have one precision, and become complex, or real, once.
         first = self.factors[0]
         for other in self.factors[1:]:
             if real_of(first.domain.dtype) != real_of(other.domain.dtype):
@@ -359,7 +360,7 @@ class Kronecker(ParOperator):
                     f"numbers; only one may, the others need {complex_of(first.domain.dtype)} on "
                     f"both sides"
                 )
-        # What passes through the other kind of numbers needs its own kind on some side.
+        # An operator through the other kind of numbers needs its own kind on one side.
         for factor in self.factors:
             if not _goes_there_and_back(factor):
                 continue
@@ -388,7 +389,7 @@ class Kronecker(ParOperator):
             yield from factor.expand(start)
 
     def _turn(self, factor: ParOperator) -> int:
-        """What makes complex, what stays, what makes real; what goes there and back outside."""
+        """The order of a factor; those that go there and back between numbers act outside."""
         if _goes_there_and_back(factor) and not factor.domain.is_complex:
             return -1 if not self.domain.is_complex else 3
         return _turn(factor)
@@ -436,7 +437,7 @@ class Multiple(ParOperator):
     """A number times an operator.
 
     The number multiplies the results, or the input if results are real. The adjoint and the
-    inverse have it on the other side, which is not the same where an operator is linear for real
+    inverse multiply on the other side, which differs where an operator is linear for real
     factors only.
     """
 
@@ -453,7 +454,7 @@ class Multiple(ParOperator):
     def expand(self, first: int) -> Iterator[OperatorTask]:
         dtype = (self.domain if self.is_early else self.codomain).dtype
         if isinstance(self.number, Real):
-            dtype = real_of(dtype)  # may come at any time
+            dtype = real_of(dtype)  # may be multiplied at any time
         factor = OperatorTask(Scaling(self.number, TensorSpace((), dtype)), ())
         tasks = self.operator.expand(first)
         yield from (factor, *tasks) if self.is_early else (*tasks, factor)
@@ -474,12 +475,12 @@ class Multiple(ParOperator):
 
 
 def kron(*factors: ParOperator, order: str = "tensor") -> ParOperator:
-    """The Kronecker product, its factors in the order of the tensor's dimensions.
+    """The Kronecker product, with factors in the order of the tensor's dimensions.
 
-    The first factor acts along the first dimension, and `vec` lets the last index run fastest, as
-    `torch.kron` has it. Where `vec` lets the first index run fastest, as in Julia, the same product
-    is written the other way round: `Fz ⊗ Fy ⊗ Fx` for a tensor of x, y and z. Nothing tells the two
-    apart on a `vec`, whose length is the same in both, so say which one is meant.
+    The first factor acts along the first dimension, and in a `vec` the last index runs fastest, as
+    in `torch.kron`. Where the first index of a `vec` runs fastest, as in Julia, the same product
+    is written in reverse: `Fz ⊗ Fy ⊗ Fx` for a tensor of x, y and z. A `vec` does not show which
+    order is meant, as its length is the same in both, so it must be specified.
 
     Args:
         factors: the operators.
@@ -510,7 +511,7 @@ def kron(*factors: ParOperator, order: str = "tensor") -> ParOperator:
 
 
 def _joined(kind: Any, parts: str, left: ParOperator, right: ParOperator) -> ParOperator:
-    """A product or a sum of two, of which those that are one already give their parts."""
+    """A product or a sum of two; products of products, and sums of sums, are flattened."""
 
     def make(*both: ParOperator) -> ParOperator:
         several = (getattr(each, parts) if type(each) is kind else (each,) for each in both)
@@ -520,10 +521,11 @@ def _joined(kind: Any, parts: str, left: ParOperator, right: ParOperator) -> Par
 
 
 def _joint(spaces: Sequence[TensorSpace], changes_numbers: bool) -> TensorSpace:
-    """The space of all dimensions; complex if some factor is there and none makes the numbers so.
+    """The space of all dimensions; complex if a factor is complex and none changes the numbers.
 
-    A factor between real and complex numbers has the others on its complex side: what it takes, or
-    gives, on its real side is real.
+    Next to a factor between real and complex numbers the others act on its complex side: the
+        tensors
+    on its real side are real.
     """
     shape = tuple(length for space in spaces for length in space.shape)
     is_complex = any(space.is_complex for space in spaces) and not changes_numbers
@@ -532,14 +534,14 @@ def _joint(spaces: Sequence[TensorSpace], changes_numbers: bool) -> TensorSpace:
 
 
 def _turn(factor: ParOperator) -> int:
-    """When a factor acts: 0 if it makes numbers complex, 2 if it makes them real, 1 otherwise."""
+    """The order of a factor: 0 if it makes numbers complex, 2 if it makes them real, else 1."""
     if factor.codomain.is_complex and not factor.domain.is_complex:
         return 0
     return 2 if factor.domain.is_complex and not factor.codomain.is_complex else 1
 
 
 def _goes_there_and_back(factor: ParOperator) -> bool:
-    """Whether numbers become complex, or real, in between only."""
+    """Whether numbers become complex, or real, only in between."""
     if factor.domain.is_complex != factor.codomain.is_complex:
         return False
     return any(task.changes_numbers for task in factor.expand(0))

@@ -1,4 +1,4 @@
-"""Choices: which partition of an operator's tensor is the fastest on a number of workers."""
+"""Choices: the fastest partition of an operator's tensor for a number of workers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tessel.operators.space import Shape, TensorSpace, checked_length
 from tessel.operators.storage import storage_of
 from tessel.operators.units import num_bytes, num_seconds, ranking
 
-MOST_TASKS = 800  # in all plans that are compared, so that it takes less than a second
+MOST_TASKS = 800  # in all plans that are compared, so that this takes less than a second
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partition, with what is predicted for it.
+    """A partition, with its predicted costs.
 
     Attributes:
         partition: the number of workers along each dimension, as `distribute` takes it.
         time: seconds.
-        memory: the bytes that some worker holds at most.
-        bytes: those that some worker sends at most.
-        plan: what is done where, in which order.
+        memory: the bytes of the worker that needs the most.
+        bytes: the bytes sent by the worker that sends the most.
+        plan: the steps, in order.
     """
 
     partition: Shape
@@ -51,9 +51,9 @@ class Candidate:
         columns: int,
         machine: Machine,
     ) -> Candidate:
-        """What is predicted for a grid, and a result that lies as in `distribute`."""
+        """The prediction for a grid, and for a result with a layout as in `distribute`."""
         plan = plan_on(operator, grid, out)
-        # A few workers stand for all: to count what thousands send would take longer than to plan.
+        # A few workers represent all: counting for thousands would take longer than planning.
         some = representatives(plan.source.partition)
         dtype, storage = operator.domain.dtype, storage_of(plan)
         found = explain_plan(plan, dtype, storage, columns, machine, some)
@@ -62,11 +62,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best partition, and what else was compared.
+    """The best partition, and the others that were compared.
 
     Attributes:
-        operator: what is to be done.
-        workers: how many there are.
+        operator: the operator.
+        workers: the number of workers.
         candidates: the partitions, the fastest first.
         machine: the model that predicts the times.
         columns: the length of the batch on each worker.
@@ -94,17 +94,17 @@ class Choice:
 
     @property
     def memory(self) -> int:
-        """The bytes that some worker holds at most."""
+        """The bytes of the worker that needs the most."""
         return self.explanation.memory
 
     @property
     def bytes(self) -> int:
-        """The bytes that some worker sends at most."""
+        """The bytes sent by the worker that sends the most."""
         return self.explanation.bytes_sent
 
     @cached_property
     def explanation(self) -> Explanation:
-        """The steps of the best one."""
+        """The steps of the best partition."""
         plan, dtype = self.best.plan, self.operator.domain.dtype
         return explain_plan(plan, dtype, storage_of(plan), self.columns, self.machine)
 
@@ -135,20 +135,22 @@ def best_partition(
     machine: Machine | None = None,
     partition: Sequence[int] | None = None,
 ) -> Choice:
-    """The partition of least predicted time for an operator on a number of workers.
+    """The partition with the least predicted time for an operator on a number of workers.
 
-    Nothing runs for it, and the workers need not be there. If there are very many partitions, only
+    Nothing is executed, and the workers need not exist. If there are very many partitions, only
     those whose largest parts are the smallest are compared.
 
     Args:
         operator: any operator that is not distributed.
-        workers: how many workers there will be.
-        partition_out: as in `distribute`: by default the result lies as the input does, a number
-            of workers for each dimension says how else, and `"anywhere"` leaves it where the last
-            step ends.
+        workers: the number of workers.
+        partition_out: as in `distribute`: by default the result has the layout of the input, a
+            number
+            of workers for each dimension specifies another one, and `"anywhere"` leaves it where
+            the
+            last step ends.
         columns: the length of the batch on each worker.
-        machine: the model that predicts times; by default the one that is kept for this machine.
-        partition: the only one that is looked at; by default all are compared.
+        machine: the model that predicts times; by default the one stored for this machine.
+        partition: the only partition to look at; by default all are compared.
 
     >>> import tessel, torch
     >>> F = tessel.kron(*(tessel.ParDFT(torch.complex64, 64) for _ in range(3)))
@@ -177,7 +179,7 @@ def best_partition(
 
 
 def _checked_grid(wanted: str, given: Any, workers: int, space: TensorSpace) -> Shape | None:
-    """The numbers of workers along dimensions, if a user gives some; ValueError for wrong ones."""
+    """The numbers of workers along dimensions, if given; ValueError if they are invalid."""
     if given is None:
         return None
     ndim = len(space.shape)
@@ -195,20 +197,21 @@ def _checked_grid(wanted: str, given: Any, workers: int, space: TensorSpace) -> 
 def candidate_grids(operator: ParOperator, workers: int) -> list[Shape]:
     """The grids to compare: if there are very many, those whose largest parts are the smallest."""
     shape = operator.domain.shape
-    # Those on which all workers have something, if there are any.
+    # Only those on which all workers have a part, if there are any.
     grids = factorings(workers, shape) or factorings(workers, (workers,) * len(shape))
 
     def rank(grid: Shape) -> tuple[int, int]:
         largest = prod(ceil(length / parts) for length, parts in zip(shape, grid, strict=True))
-        return largest, sum(n > 1 for n in grid)  # of equals, the one that splits fewer dimensions
+        # among equals, the one that splits fewer dimensions
+        return largest, sum(n > 1 for n in grid)
 
-    # Planning takes time in proportion to tasks and grids: large expressions try fewer grids.
+    # Planning time grows with the number of tasks and grids: large expressions try fewer grids.
     num_tasks = max(1, sum(1 for _ in operator.expand(0)))
     return sorted(grids, key=rank)[: max(16, MOST_TASKS // num_tasks)]
 
 
 def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> OperatorPlan:
-    """The plan of an operator on a grid of workers, its result as in `distribute`."""
+    """The plan of an operator on a grid of workers, with a result as in `distribute`."""
     source = on_grid(HypotheticalPartition(grid), operator.domain.shape)
     if out == ANYWHERE:
         return make_plan(operator, source, None)

@@ -1,4 +1,4 @@
-"""Fast cosine and sine transforms, each by one Fourier transform of torch.
+"""Fast cosine and sine transforms, each computed by one Fourier transform of torch.
 
 The matrices are those of the definitions, without a factor; n is the length:
 
@@ -96,23 +96,23 @@ class TrigonometricKernel:
         return (_make_tables if is_traced else _kept_tables)(self, x.dtype, x.device)
 
     def type_2(self, x: Tensor) -> Tensor:
-        """Type 2 of n numbers by the real transform of as many.
+        """Type 2 of n numbers by a real transform of the same length.
 
         With v = (x[0], x[2], …, x[3], x[1]) and V its transform, y[k] = 2 Re(e^{-iπk/2n} V[k]) and
         y[n - k] = -2 Im(e^{-iπk/2n} V[k]). Read backwards, v has the conjugates of V, and the sign
-        of the second goes. Sines are the cosines of x[j] (-1)^j, the last one first.
+        of the second disappears. Sines are the cosines of x[j] (-1)^j, in reverse order.
         """
         indices, factors, places = self._tables(x)
         v = _picked(x, indices)
         if self.is_sine:
-            v[..., 1 : self.n // 2 + 1].neg_()  # where the odd ones are
+            v[..., 1 : self.n // 2 + 1].neg_()  # the odd ones
         return _picked(_split(torch.fft.rfft(v).mul_(factors)), places)
 
     def type_3(self, x: Tensor) -> Tensor:
-        """Type 3, which undoes type 2: all steps of it backwards."""
+        """Type 3, the inverse of type 2: all of its steps in reverse."""
         indices, factors, places = self._tables(x)
         pairs = _picked(x, indices)
-        pairs[..., 1] = 0.0  # x[n], an imaginary part that not all devices leave out by themselves
+        pairs[..., 1] = 0.0  # x[n], an imaginary part that some devices do not ignore
         spectrum = _joined(pairs).mul_(factors)
         v = torch.fft.irfft(spectrum, n=self.n, norm="forward")
         if self.is_sine:
@@ -120,11 +120,11 @@ class TrigonometricKernel:
         return _picked(v, places)
 
     def type_4_even(self, x: Tensor) -> Tensor:
-        """Type 4 of an even length by a complex transform of half of it.
+        """Type 4 of an even length by a complex transform of half that length.
 
         With z[j] = x[2j] + i x[n-1-2j] and c[k] = 2 Σ z[j] e^{-iπ(4k+1)(4j+1)/4n}, y[2k] is the
-        real part of c[k] and y[n-1-2k] minus the imaginary part: of conjugates there is no sign.
-        Sines are the cosines of x backwards, times (-1)^k, which takes the sign away as well.
+        real part of c[k] and y[n-1-2k] minus the imaginary part, or plus it for conjugates.
+        Sines are the cosines of x in reverse, times (-1)^k, which removes the sign as well.
         """
         indices, before, behind, places = self._tables(x)
         z = _joined(_picked(x, indices)).mul_(before)
@@ -132,7 +132,7 @@ class TrigonometricKernel:
         return _picked(_split(c.mul_(behind)), places)
 
     def type_4_odd(self, x: Tensor) -> Tensor:
-        """Type 4 of an odd length by the real transform of as many numbers: see `tables_4_odd`."""
+        """Type 4 of an odd length by a real transform of the same length: see `tables_4_odd`."""
         indices, signs, factor, places, signs_behind = self._tables(x)
         spectrum = torch.fft.rfft(_picked(x, indices).mul_(signs)).mul_(factor)
         return _picked(_split(spectrum), places).mul_(signs_behind)
@@ -140,7 +140,7 @@ class TrigonometricKernel:
     def dct_1(self, x: Tensor) -> Tensor:
         """DCT-1 by the real transform of x and its mirror image.
 
-        There are ways with half of the length, but their errors grow with the root of n.
+        There are methods with half of the length, but their errors grow with the root of n.
         """
         indices, weights = self._tables(x)
         v = _picked(x, indices)
@@ -157,26 +157,26 @@ class TrigonometricKernel:
 
 
 def _picked(x: Tensor, indices: Tensor) -> Tensor:
-    """The numbers at these indices of the last dimension, one behind the other in memory."""
-    if x.dtype == torch.float64 and x.device.type == "cpu":  # where index_select is 3 times slower
+    """The numbers at these indices of the last dimension, contiguous in memory."""
+    if x.dtype == torch.float64 and x.device.type == "cpu":  # index_select is 3 times slower there
         return x.gather(-1, indices.expand(*x.shape[:-1], -1))
     return x.index_select(-1, indices)
 
 
 def _split(z: Tensor) -> Tensor:
-    """Real and imaginary parts by turns."""
+    """Real and imaginary parts, interleaved."""
     return torch.view_as_real(z).flatten(-2)
 
 
 def _joined(pairs: Tensor) -> Tensor:
-    """Complex numbers of real and imaginary parts by turns."""
+    """Complex numbers from interleaved real and imaginary parts."""
     return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
 
 
 def _make_tables(
     kernel: TrigonometricKernel, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """What a kernel needs beside its input, worked out in double precision."""
+    """The tables of a kernel, computed in double precision."""
     makers = {1: tables_1, 2: tables_2, 3: tables_3, 4: tables_4_even}
     make = tables_4_odd if kernel.type == 4 and kernel.n % 2 else makers[kernel.type]
     found = []
@@ -217,7 +217,7 @@ def _evens_and_odds(n: int) -> Tensor:
 
 
 def tables_2(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
-    """Type 2: the order of v, the factors of V, and where each result is found in it."""
+    """Type 2: the order of v, the factors of V, and the position of each result in it."""
     n, half = kernel.n, kernel.n // 2 + 1
     factors = 2 * kernel.scale * _phases(_count(half).double() * (pi / (2 * n)))
     factors[0] *= kernel.left
@@ -227,7 +227,7 @@ def tables_2(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
 
 
 def tables_3(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
-    """Type 3: which two numbers make a complex one, its factor, and the order of results."""
+    """Type 3: the two numbers of each complex one, its factor, and the order of results."""
     n, half = kernel.n, kernel.n // 2 + 1
     k = _count(half)
     pairs = torch.stack([k, (n - k) % n], -1).flatten()
@@ -237,7 +237,7 @@ def tables_3(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
 
 
 def tables_4_even(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
-    """Type 4 of an even length: the pairs of z, factors before and behind, and the order."""
+    """Type 4 of an even length: the pairs of z, the factors before and after, and the order."""
     n = kernel.n
     j = _count(n // 2)
     pairs = torch.stack([n - 1 - 2 * j, 2 * j], -1).flatten()

@@ -1,8 +1,8 @@
-"""Costs: what each step of a plan costs a worker, known before anything runs.
+"""Costs: what each step of a plan costs a worker, known before execution.
 
-Operations, messages and bytes are exact. Memory is that of the tensors which a worker holds while
-it does a step: its input, its output, what it packs and unpacks, its parameters, and what sums
-keep for later; libraries may take some of their own on top. Times follow from a machine's rates.
+Operations, messages and bytes are exact. Memory is that of the tensors that a worker holds during
+a step: its input, its output, the packed and unpacked data, its parameters, and terms that sums
+keep for later; libraries may need more. Times follow from a machine's rates.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ KeptTensor = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """One step of a plan, with the types of its numbers and what is kept meanwhile.
+    """One step of a plan, with the dtypes of its numbers and the tensors that are kept meanwhile.
 
     Attributes:
-        before, after: how the tensor lies.
-        dtype_before, dtype_after: of the tensor.
-        group: the tasks of a local step; nothing for others.
-        num_terms: how many results a sum adds; 0 for other steps.
+        before, after: the layouts of the tensor.
+        dtype_before, dtype_after: its dtypes.
+        group: the tasks of a local step; empty for others.
+        num_terms: the number of results that a sum adds; 0 for other steps.
         held: tensors that are needed later.
-        takes_input: whether it works on the plan's input itself.
+        takes_input: whether its input is the plan's input itself.
     """
 
     before: Layout
@@ -74,13 +74,13 @@ class ExplainedStep:
 
     @property
     def layout(self) -> str:
-        """How the tensor lies afterwards, in short: `8/2` is a length of 8 in two parts."""
+        """The layout afterwards, in short: `8/2` is a length of 8 in two parts."""
         return self.after.brief
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs one worker, or all steps: `memory` is the largest then, the rest sums."""
+    """The cost of a step for one worker; of all steps the largest memory, sums of the rest."""
 
     flops: float = 0.0
     num_messages: int = 0
@@ -103,10 +103,10 @@ class Counter:
     """Counts what the steps of a plan cost a worker.
 
     Args:
-        rates: how fast a worker is.
-        storage: how each parameter lies.
+        rates: the speed of a worker.
+        storage: the layout of each parameter.
         columns: the length of a batch, on each worker.
-        network: between hosts; None for rates alone.
+        network: the network between hosts; None for rates alone.
     """
 
     rates: Rates
@@ -115,7 +115,7 @@ class Counter:
     network: Network | None = None
 
     def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
-        """What each step costs a worker."""
+        """The cost of each step for a worker."""
         parameters = self.parameter_bytes(worker)
         found = []
         for line in lines:
@@ -147,9 +147,9 @@ class Counter:
         return found
 
     def _sending(self, messages: int, num_bytes: int, inside: float, workers: int) -> float:
-        """The seconds in which messages travel, a share of them inside of a host.
+        """The seconds for which messages travel, a share of them inside of a host.
 
-        Between hosts all workers of a host share its connection, and all hosts the network.
+        Between hosts all workers of a host share its connection, and all hosts share the network.
         """
         latency, rates = self.rates.latency, self.rates
         seconds = inside * (latency * messages + num_bytes / rates.bandwidth)
@@ -164,7 +164,7 @@ class Counter:
         return seconds
 
     def parameter_bytes(self, worker: int) -> int:
-        """What a worker stores of the parameters."""
+        """The bytes of parameters that a worker stores."""
         return sum(
             boxes.volume(box_of(stored, worker)) * leaf.source.dtype.itemsize
             for leaf, stored in self.storage.items()
@@ -177,7 +177,7 @@ class Counter:
         shape = (*line.before.shape_on(at), self.columns)
         source = prod(shape) * line.dtype_before.itemsize
         target = self._bytes(line.after, line.dtype_after, at)
-        # Messages and bytes bring parameters to where they are used; weights are the bytes used.
+        # Messages and bytes bring parameters to their uses; weights are the bytes that are used.
         messages = sent = weights = 0
         for task in line.group:
             for leaf in leaves_of(task):
@@ -189,29 +189,30 @@ class Counter:
         flops = count_flops(line.group, shape) if source else 0.0
         workers = line.before.partition.size
         near = workers if self.network is None else self.network.workers_per_host
-        # parameters come from anywhere: as many from this host as there are workers of it
+        # parameters come from any worker: from this host as many as it has workers
         seconds = self.rates.step + self._sending(messages, sent, min(1.0, near / workers), workers)
         if source or target:
             seconds += self._work(line, flops, source, target, weights)
-        # A sum inside of a step holds the results of all terms, and their total.
+        # A sum within a step holds the results of all terms, and their total.
         results = sum(len(task.terms) for task in line.group)
         return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
 
     def _work(
         self, line: ExplainedStep, flops: float, source: int, target: int, weights: int
     ) -> float:
-        """The seconds of a local step without what moves for it."""
+        """The seconds of a local step without its messages."""
         actor, rates = line.group[0].actor, self.rates
         passing = (source + target + weights) / rates.memory
         last = len(line.before.shape) - 1
         has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
         if isinstance(actor, ParDFT):
-            # Weights of a real transform's adjoint, and modes cut or filled up, are passes of their
+            # Weights of a real transform's adjoint, and cutting or filling modes, are passes of
+            # their
             # own over the tensor.
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
-        if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
+        if isinstance(actor, Trigonometric):  # numbers are permuted before and after a transform
             return flops / (rates.fft if has_rows else rates.fft_across) + 3 * passing
         if isinstance(actor, ParMultilinear):
             return passing + flops / rates.matrix + weights / rates.weights
@@ -220,7 +221,7 @@ class Counter:
         if isinstance(actor, ParRestriction):
             return (min(source, target) + target) / rates.memory
         if terms := line.group[0].terms:
-            # Of all kinds: its transforms and matrices are not told apart.
+            # Of all kinds, since its transforms and matrices are not distinguished.
             return len(terms) * passing + flops / rates.fft
         return passing
 
@@ -228,11 +229,11 @@ class Counter:
 def lines_of(plan: OperatorPlan, dtype: torch.dtype) -> Iterator[ExplainedStep]:
     """The steps of a plan in their order, those of a sum one term after the other.
 
-    Who applies an operator keeps its input: it counts in every step.
+    The caller keeps the input, so it counts in every step.
 
     Args:
         plan: the plan.
-        dtype: of its input.
+        dtype: the dtype of its input.
     """
     for line in _lines(plan, dtype, (), True):
         # A step that works on the input itself has counted it already.
@@ -243,7 +244,7 @@ def lines_of(plan: OperatorPlan, dtype: torch.dtype) -> Iterator[ExplainedStep]:
 def _lines(
     plan: OperatorPlan, dtype: torch.dtype, held: tuple[KeptTensor, ...], takes_input: bool
 ) -> Iterator[ExplainedStep]:
-    """The same, while other tensors are held; `takes_input` if it is the whole plan's input."""
+    """The steps while other tensors are held; `takes_input` if the input is the whole plan's."""
     for step in plan.steps:
         if not isinstance(step, Branches):
             group = step.group if isinstance(step, Local) else ()
@@ -253,12 +254,12 @@ def _lines(
             dtype = after
         else:
             result = dtype
-            kept = () if takes_input else ((step.before, dtype),)  # else it counts anyway
+            kept = () if takes_input else ((step.before, dtype),)  # otherwise it counts anyway
             for number, branch in enumerate(step.plans):
-                # All terms have the input, and their results wait for each other.
+                # All terms read the input, and their results are kept until the last one.
                 waiting = (*held, *[(step.after, result)] * number)
                 inner = list(_lines(branch, dtype, (*waiting, *kept), takes_input))
-                if inner:  # the first one's input is that of the sum
+                if inner:  # the input of the first one is that of the sum
                     yield replace(inner[0], held=waiting)
                     yield from inner[1:]
                     result = inner[-1].dtype_after

@@ -19,7 +19,7 @@ NORMS = ("backward", "ortho", "forward")
 
 
 class Trigonometric(Leaf):
-    """A transform into cosines or sines, of real numbers or of real and imaginary parts alike."""
+    """A cosine or sine transform, of real numbers or of real and imaginary parts alike."""
 
     is_sine: bool
     is_invertible = True
@@ -43,11 +43,11 @@ class Trigonometric(Leaf):
 
     @property
     def kernel(self) -> TrigonometricKernel:
-        """What it computes along its dimension."""
+        """The kernel that computes it along its dimension."""
         kernel = TrigonometricKernel(self.is_sine, self.type, self.source.numel)
         if self.norm == "forward":
             kernel = replace(kernel, scale=1 / kernel.period)
-        elif self.norm == "ortho":  # at the ends, rows and columns get length one by these weights
+        elif self.norm == "ortho":  # at the ends, these weights give rows and columns length one
             root = sqrt(1 / kernel.period)
             kernel = replace(kernel, scale=root, left=sqrt(0.5), right=sqrt(2))
         kernel = kernel.H if self.is_adjoint else kernel
@@ -59,11 +59,11 @@ class Trigonometric(Leaf):
         return y.permute(inverse_of(order))
 
     def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
-        """The dimension that is transformed lies last."""
+        """The order with the transformed dimension last."""
         return (*(d for d in order if d not in dims), *dims)
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
-        """Of the real Fourier transform, and of the factors behind it."""
+        """The operations of the real Fourier transform, and of the factors after it."""
         n = self.source.numel
         length = self.kernel.period if self.type == 1 else n
         columns = prod(shape) / max(1, shape[dims[0]])
@@ -78,7 +78,7 @@ class Trigonometric(Leaf):
 class ParDCT(Trigonometric):
     """A discrete cosine transform, scaled as `scipy.fft.dct` does.
 
-    Type 2, the usual one, is y[k] = 2 Σ x[j] cos(π k (2j + 1) / 2n). Of complex numbers it
+    Type 2, the usual one, is y[k] = 2 Σ x[j] cos(π k (2j + 1) / 2n). For complex numbers it
     transforms the real and the imaginary parts. `inv` is the inverse (`scipy.fft.idct`), `H` the
     exact adjoint: the two are equal with the norm "ortho" only.
 
@@ -103,7 +103,7 @@ class ParDCT(Trigonometric):
 class ParDST(Trigonometric):
     """A discrete sine transform, scaled as `scipy.fft.dst` does.
 
-    Type 2, the usual one, is y[k] = 2 Σ x[j] sin(π (k + 1) (2j + 1) / 2n). Of complex numbers it
+    Type 2, the usual one, is y[k] = 2 Σ x[j] sin(π (k + 1) (2j + 1) / 2n). For complex numbers it
     transforms the real and the imaginary parts. `inv` is the inverse (`scipy.fft.idst`), `H` the
     exact adjoint: the two are equal with the norm "ortho" only.
 

@@ -20,21 +20,21 @@ from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_le
 class ParDFT(Leaf):
     """The discrete Fourier transform, scaled as `torch.fft` does.
 
-    Of a real dtype it is the real transform, from `n` real numbers to the `n // 2 + 1` complex
-    ones that are not repeated. `H` is the exact adjoint, which is not the inverse: of the complex
-    transform it is `n` times that. The inverse of the real transform undoes it on what real
-    numbers give.
+    With a real dtype it is the real transform, from `n` real numbers to the `n // 2 + 1` complex
+    ones that are not redundant. `H` is the exact adjoint, which is not the inverse: for the complex
+    transform it is `n` times the inverse. The inverse of the real transform is exact on the
+    spectra of real numbers.
 
-    With `padding`, the transform takes m = ⌊padding · n⌋ points to the coefficients of the n
-    lowest modes, which are those that n points give of a field without other modes. Its inverse
-    fills up with zeros and gives the field at m points: F @ F.inv changes no coefficients of a
-    field, F.inv @ F keeps the lowest modes of one. By the 3/2 rule, the product of two fields at
+    With `padding`, the transform maps m = ⌊padding · n⌋ points to the coefficients of the n
+    lowest modes, which are those of n points of a field without other modes. Its inverse
+    fills up with zeros and gives the field at m points: F @ F.inv does not change the coefficients
+    of a field, F.inv @ F keeps its lowest modes. By the 3/2 rule, the product of two fields at
     m = ⌊3n/2⌋ points has coefficients without aliasing errors.
 
     Args:
         T: a dtype of torch.
         n: the length.
-        padding: how many points there are for each mode, from 1 on.
+        padding: the number of points for each mode, at least 1.
 
     >>> import tessel, torch
     >>> F = tessel.ParDFT(torch.float32, 5)
@@ -55,8 +55,8 @@ class ParDFT(Leaf):
                 f"ParDFT: padding must be a number of at least 1 (1.5 for the 3/2 rule), got "
                 f"{padding!r}"
             )
-        # 1.15 · 100 is 114.99999999999999 in floating point: where padding · n is a whole number,
-        # rounding must not take a point away.
+        # 1.15 · 100 is 114.99999999999999 in floating point: where padding · n is an integer,
+        # rounding must not lose a point.
         points = floor(padding * self.modes + 1e-9)
         self.source = TensorSpace((points,), dtype)
         half = self.modes if self.source.is_complex else self.modes // 2 + 1
@@ -74,7 +74,7 @@ class ParDFT(Leaf):
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if not self.is_padded:
             return JointTransform([(self, first)])(x)
-        # Modes are cut, or filled up, where they lie one behind the other.
+        # Modes are cut, or filled up, where they are contiguous.
         order = self.order_after(order_of(x), [first])
         rows, last = x.permute(order), x.dim() - 1
         spectrum = Spectrum(self.modes, self.source.numel, self.is_real, self.is_inverse)
@@ -88,14 +88,15 @@ class ParDFT(Leaf):
         return (y * (1 / ratio if self.is_inverse else ratio)).permute(inverse_of(order))
 
     def joins(self, others: Sequence[Any]) -> bool:
-        """Whether one call can do this transform together with others, before or behind them."""
+        """Whether one call can compute this transform together with others."""
         if not all(isinstance(each, ParDFT) and not each.is_padded for each in (self, *others)):
             return False
         same = all(
             (each.is_adjoint, each.is_inverse) == (self.is_adjoint, self.is_inverse)
             for each in others
         )
-        # `rfftn` makes the numbers complex along its last dimension, first of all; `irfftn` makes
+        # `rfftn` makes the numbers complex along its last dimension, before all others; `irfftn`
+        # makes
         # them real last: a real transform can only begin or end the call.
         return (
             same
@@ -109,7 +110,7 @@ class ParDFT(Leaf):
         return JointTransform(transforms)(x)
 
     def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
-        """Torch leaves the dimensions last that it transformed."""
+        """The order that torch's transforms leave: the transformed dimensions last."""
         return (*(d for d in order if d not in dims), *(d for d in order if d in dims))
 
     def __repr__(self) -> str:
@@ -117,7 +118,7 @@ class ParDFT(Leaf):
         return name.replace("(", f"({self.modes} modes, ", 1) if self.is_padded else name
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
-        n = self.source.numel  # points, from which or to which it goes
+        n = self.source.numel  # the number of points
         columns = prod(shape) / max(1, shape[dims[0]])
         return 5.0 * n * log2(max(2, n)) * columns * (0.5 if self.is_real else 1.0)
 
@@ -130,16 +131,16 @@ class JointTransform:
     """
 
     def __init__(self, transforms: Iterable[tuple[ParDFT, int]]) -> None:
-        # those to or from real numbers last, as libraries do
+        # those from or to real numbers last, as libraries do
         self.transforms = sorted(transforms, key=lambda pair: pair[0].is_real)
         one = self.transforms[-1][0]
         there = not one.is_swapped
         kinds = ("rfftn", "irfftn") if one.is_real else ("fftn", "ifftn")
-        self.call = LocalTransform(  # what a library is asked for
+        self.call = LocalTransform(  # the call of the library
             kinds[one.is_swapped],
             tuple(dim for _, dim in self.transforms),
             tuple(each.source.numel for each, _ in self.transforms),
-            # Torch's word for the factor: none on the way there and for its adjoint, else 1/n.
+            # Torch's name for the factor: none for the transform and its adjoint, else 1/n.
             "backward" if there != one.is_inverse else "forward",
         )
 
@@ -149,7 +150,7 @@ class JointTransform:
 
     def __call__(self, x: Tensor) -> Tensor:
         library = self.call.library(x)
-        # Torch derives its own transforms; of the others the gradient is the adjoint.
+        # Torch differentiates its own transforms; for others the gradient is the adjoint.
         return self._by(library, x) if library == "torch" else record_local(self, x)
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ class JointTransform:
 
 
 def _weighted(y: Tensor, dim: int, n: int, weight: float) -> Tensor:
-    """With those numbers weighted that stand for two of the whole transform."""
+    """The tensor with weights for numbers that stand for two of the whole transform."""
     # Coefficient 0, and n/2 of an even n, are their own conjugates: they stand for one.
     weights = torch.full((n // 2 + 1,), weight, dtype=y.real.dtype, device=y.device)
     weights[0] = 1.0
@@ -177,19 +178,19 @@ def _weighted(y: Tensor, dim: int, n: int, weight: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The lowest modes of a Fourier transform of more points, along the last dimension.
+    """The lowest modes of a Fourier transform with more points, along the last dimension.
 
     For an even number n of modes, one coefficient stands for both frequencies n/2 and -n/2, which
-    n points cannot tell apart. So a spectrum is *cut* by adding what more points have at the two,
+    n points cannot distinguish. So a spectrum is *cut* by adding the coefficients of both,
     as the transform of n points does, and *filled up* with half of the coefficient at each: then a
-    real coefficient gives a real field, and what was filled up is cut to what it was. Of a real
-    transform there is only n/2; at -n/2 it would have the conjugate. With equal weights, cutting
-    and filling up are each other's adjoints.
+    real coefficient gives a real field, and cutting undoes filling up. A real
+    transform has n/2 only; at -n/2 it would have the conjugate. With equal weights, cutting
+    and filling up are adjoints of each other.
 
     Args:
         modes: n.
         points: m, more than n.
-        is_real: of real fields.
+        is_real: whether fields are real.
         is_halved: whether the frequencies n/2 and -n/2 count half, as in filling up. If not, they
             count fully, as in cutting.
     """
@@ -201,23 +202,23 @@ class Spectrum:
 
     @property
     def weight(self) -> float:
-        """Of the frequencies n/2 and -n/2; that of a real transform stands for both."""
+        """The weight of the frequencies n/2 and -n/2; in a real transform one number has both."""
         if self.is_halved:
             return 0.5
         return 2.0 if self.is_real else 1.0
 
     @property
     def num_positive(self) -> int:
-        """How many modes there are from zero up, without n/2."""
+        """The number of modes from zero up, without n/2."""
         return (self.modes + 1) // 2
 
     @property
     def num_negative(self) -> int:
-        """How many there are below zero, without -n/2."""
+        """The number of modes below zero, without -n/2."""
         return 0 if self.is_real else (self.modes - 1) // 2
 
     def cut(self, y: Tensor) -> Tensor:
-        """The coefficients of the modes, of those of all points."""
+        """The coefficients of the modes, from those of all points."""
         parts = [y[..., : self.num_positive]]
         if self.modes % 2 == 0:
             top = y[..., self.modes // 2, None]

@@ -51,19 +51,20 @@ from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
 from tessel.operators.tasks import LeafValues, OperatorTask
 
-AgreedCall = tuple[BatchColumns, TensorMeta, InputShape]  # what workers agree on before a call
+# the result of the agreement before a call
+AgreedCall = tuple[BatchColumns, TensorMeta, InputShape]
 
 
 class Distributed(HasHandle, ParOperator):
-    """An operator together with how its tensors lie on workers, and the plan that follows.
+    """An operator with the layouts of its tensors, and the plan that follows from them.
 
     Its algebra is that of the operator: products, adjoints and inverses are planned as a whole, so
-    that a tensor is not brought back only to be sent again.
+    that a tensor is not moved back only to be sent again.
 
     Attributes:
         expression: the operator itself.
         partition: the workers, on the grid that the plan starts from.
-        plan: what is done where.
+        plan: the steps.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Distributed(HasHandle, ParOperator):
     def prepare(self) -> transport.Group:
         """Make the group in which workers agree, all of them together.
 
-        The constructor does so; of a copy, the first call.
+        The constructor does so; for a copy, its first call does.
         """
         if self._group is None:
             self._group = transport.group_of(self.partition.ranks)
@@ -106,7 +107,7 @@ class Distributed(HasHandle, ParOperator):
     def combined(
         self, make: Callable[..., ParOperator], operators: Sequence[ParOperator]
     ) -> Distributed:
-        """Make an operator of several, and plan it as a whole."""
+        """Combine operators to one, and plan it as a whole."""
         for each in operators:
             if not isinstance(each, Distributed):
                 raise ValueError(
@@ -134,16 +135,16 @@ class Distributed(HasHandle, ParOperator):
                         f"cannot add operators with different layouts: {first} and {other}"
                     )
         # A parameter stays where it is stored, wherever the combination needs it: θ that was drawn
-        # for one of the operators fits. Of several places the first operator's counts.
+        # for one of the operators fits. If there are several places, the first operator's counts.
         storage = {leaf: here for each in reversed(spread) for leaf, here in each.storage.items()}
         return Distributed(expression, source, target, storage)
 
     def to_dense(self, theta: Parameters | None = None) -> Tensor:
-        """Only of the operator itself: no worker has whole columns."""
+        """Raise: no worker has whole columns."""
         raise ValueError(f"{self} is distributed: call to_dense of the operator itself")
 
     def explain(self, columns: int = 1) -> Explanation:
-        """What is done step by step, and what each step costs each worker."""
+        """The steps, and what each of them costs each worker."""
         return explain(self, columns=columns)
 
     def expand(self, first: int) -> Iterator[OperatorTask]:
@@ -154,41 +155,41 @@ class Distributed(HasHandle, ParOperator):
 
     @property
     def layout_in(self) -> Layout:
-        """How a tensor lies that the operator takes."""
+        """The layout of a tensor that the operator takes."""
         return self.plan.source
 
     @property
     def layout_out(self) -> Layout:
-        """How a result lies."""
+        """The layout of a result."""
         return self.plan.target
 
     @cached_property
     def part_boxes(self) -> dict[Leaf, Box]:
-        """What this worker stores of each parameter."""
+        """The box of each parameter that this worker stores."""
         nothing = {leaf: ((0, 0),) * len(here.shape) for leaf, here in self.storage.items()}
         return {leaf: here.box() or nothing[leaf] for leaf, here in self.storage.items()}
 
     def parameter_layout(self, leaf: Leaf) -> Layout:
-        """How a parameter lies; workers that store the same part share it."""
+        """The layout of a parameter; workers that store the same part share it."""
         return self.storage[leaf].summed
 
     def agreed_number(self, number: int) -> int:
-        """The number that the first worker has."""
+        """The number that the first worker passes."""
         if not self.partition.active:
             return number
         heard = agree(self.partition, f"the parameters of {self._label}", numbers=[number])
         return heard.numbers[self.partition.ranks[0]][0]
 
     def can_be_traced(self, x: Tensor, theta: Parameters | None = None) -> bool:
-        """Whether a compiler may have this call in its graph: parameters are those of a module."""
+        """Whether a compiler may have this call in its graph: parameters must be a module's."""
         return fix_lengths(x) and theta is None and not _has_parameters(self.handle)
 
     @in_graphs()
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
-        again: Callable[[], AgreedCall] | None = None  # what agrees in each run of compiled code
-        if len(self.partition.ranks) == 1:  # nobody to ask
+        again: Callable[[], AgreedCall] | None = None  # the agreement in each run of compiled code
+        if len(self.partition.ranks) == 1:  # no agreement is needed
             own = Signature.of(x)
             meta = TensorMeta(x.dtype, x.device.type, own.needs_grad, own.has_tangent)
             shapes = {transport.this_worker(): tuple(x.shape)}
@@ -214,7 +215,7 @@ class Distributed(HasHandle, ParOperator):
             if value.device.type != meta.device:
                 raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {meta.device}")
         x = entered(x, meta)
-        # Where workers have columns of their own, a tensor without a batch is one column.
+        # If workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         x = x.reshape(*form.shape, *batch)
         if again is not None:
@@ -231,11 +232,12 @@ class Distributed(HasHandle, ParOperator):
         columns: BatchColumns = None,
         order: MemoryOrder | None = None,
     ) -> Tensor:
-        """Apply the operator without asking the others.
+        """Apply the operator without an agreement.
 
         Every worker must pass its part, in the operator's dimensions and one more for `columns`,
-        and all or none something that needs a gradient. `order` says how dimensions lie in memory,
-        the same on all workers, if not one after the other; only speed depends on it.
+        and either all or none one that needs a gradient. `order` is the order of dimensions in
+        memory,
+        the same on all workers, if it is not the usual one; only speed depends on it.
         """
         key = columns, tuple(range(x.dim())) if order is None else order
         functions = self._programs.get(key)
@@ -248,12 +250,12 @@ class Distributed(HasHandle, ParOperator):
 
     @cached_property
     def _programs(self) -> dict[tuple[BatchColumns, MemoryOrder], list[TensorFunction]]:
-        return {}  # by how the batch is split and how dimensions lie in memory
+        return {}  # by the split of the batch and the order of dimensions in memory
 
     def _state(self, theta: Parameters | None) -> str:
-        """What must be alike on all workers: which parameters there are, and what they need."""
-        # A wrong θ is put into words, too, and compared: so it raises on all workers, though only
-        # some of them may have it.
+        """A text that must be equal on all workers: the parameters, and what they need."""
+        # An invalid θ is described, too, and compared: so it raises on all workers, even if only
+        # some of them have it.
         given = own_values(self) if theta is None else theta
         if theta is not None or len(given) == len(self.leaves):
             try:
@@ -274,7 +276,8 @@ class Distributed(HasHandle, ParOperator):
 
     @cached_property
     def _is_active(self) -> bool:
-        return self.partition.active  # kept: each call asks, and the partition asks torch each time
+        # stored, since each call asks, and the partition asks torch each time
+        return self.partition.active
 
     @cached_property
     def _agreements(self) -> dict[str, Agreement[AgreedCall]]:
@@ -291,7 +294,7 @@ class Distributed(HasHandle, ParOperator):
         columns = {worker: each.columns for worker, each in forms.items()}
         if len({each is None for each in columns.values()}) > 1:
             raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
-        # The number of columns for each place along the batch's axes, where all must agree.
+        # The number of columns at each place along the batch's axes, which must be equal there.
         runs = batch_runs(self.plan.source)
         if next(iter(columns.values())) is None and not runs:
             return None, meta, form
@@ -331,9 +334,9 @@ def distribute(
     """Let an operator act on tensors that are spread over workers.
 
     Args:
-        operator: any operator, also a product or a sum: all of it is planned together.
+        operator: any operator, also a product or a sum: it is planned as a whole.
         partition_in: the number of workers along each dimension, or a partition with such a grid;
-            further numbers split a batch. A layout gives parts of any lengths. Without it each
+            further numbers split a batch. A layout allows parts of any lengths. By default each
             worker has columns of its own and all share the parameters.
         partition_out: the same for the result, on the same workers; by default that of the input.
             `"anywhere"` leaves it where the last step ends.
@@ -376,7 +379,7 @@ def distribute(
 
 
 def check_ends(start: Partition, end: Partition) -> None:
-    """Raise ValueError unless a result can lie there, on the workers that had the input."""
+    """Raise ValueError unless the result is on the workers that have the input."""
     if sorted(start.ranks) != sorted(end.ranks):
         raise ValueError(f"the result must be on the same workers: {start} and {end}")
     if start.ranks != end.ranks:
@@ -423,7 +426,7 @@ def _layout(shape: Shape, given: Any, partition: Partition) -> Layout:
             f"expected a layout of shape {shape} that stores each value once, in consecutive "
             f"parts, got {given}"
         )
-    # Balanced parts are marked as such: what they become of another length is known.
+    # Balanced parts are marked as such: their parts of another length are known.
     cuts = []
     for cut, length in zip(given.cuts, shape, strict=True):
         balanced = Balanced(length, len(cut.intervals))
@@ -437,7 +440,7 @@ def ParRepartition(
     partition_in: Sequence[int] | Partition,
     partition_out: Sequence[int] | Partition,
 ) -> ParOperator:
-    """The identity, from a tensor on one grid of workers to the same on another.
+    """The identity, from a tensor on one grid of workers to the same tensor on another.
 
     >>> import tessel, torch
     >>> R = tessel.ParRepartition(torch.float32, (4, 6), [1, 1], [1, 1])

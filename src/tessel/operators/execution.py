@@ -1,6 +1,6 @@
 """Execution: a plan carried out on this worker's part of a tensor.
 
-What the steps of a plan need beside the tensor does not change from call to call: moves, the order
+Some things that the steps of a plan need do not change from call to call: moves, the order
 of dimensions in memory, the shapes of parts. So a plan becomes a list of functions once.
 """
 
@@ -27,7 +27,7 @@ from tessel.operators.storage import Storage, leaves_of, needed, whole
 from tessel.operators.tasks import LeafValues
 from tessel.transport import kept_in_job, this_worker
 
-BatchColumns = tuple[int, ...] | None  # of the batch, for each place along its axes
+BatchColumns = tuple[int, ...] | None  # the columns of the batch, for each place along its axes
 TensorFunction = Callable[[Tensor, LeafValues], Tensor]
 
 
@@ -37,12 +37,12 @@ def program(
     """The steps of a plan as functions of this worker's part and the parameters.
 
     Args:
-        plan: what to do.
-        storage: how parameters lie.
-        columns: of a batch, which is the last dimension then.
-        order: how the dimensions of the input lie in memory. The plan knows in which order they
-            most likely lie after each step, and data travels in that order: on all workers the
-            same, whatever strides tensors really have.
+        plan: the plan.
+        storage: the layouts of parameters.
+        columns: the columns of a batch, which is then the last dimension.
+        order: the order of the input's dimensions in memory. The plan knows their most likely order
+            after each step, and data travels in that order: the same on all workers, whatever
+            strides tensors really have.
     """
     functions = []
     for step, following in zip_longest(plan.steps, plan.steps[1:]):
@@ -62,7 +62,7 @@ def _transfer(
 ) -> TensorFunction:
     spaced = None
     if isinstance(following, Local) and isinstance(following.group[0].actor, ParDFT):
-        # A transform along one dimension is faster if its slices do not share places in the cache.
+        # A transform along one dimension is faster if its slices do not share lines of the cache.
         spaced = order.index(following.group[0].dims[0]) if len(following.group) == 1 else None
     move, back = _move(step.before, step.after, columns, order, spaced), inverse_of(order)
 
@@ -107,7 +107,7 @@ def _local(step: Local, storage: Storage) -> TensorFunction:
             used = {}
             for leaf, stored, everything, use in uses:
                 value = values[leaf]
-                # No part is as large as the whole, on no worker: all come to the same answer.
+                # No part is as large as the whole, on any worker, so all decide alike.
                 given = everything if tuple(value.shape) == leaf.parameter_shape else stored
                 used[leaf] = _using(given, use).apply(value)
         if not x.numel() or not prod(shape):
@@ -121,7 +121,7 @@ def _local(step: Local, storage: Storage) -> TensorFunction:
 
 
 def _action(step: Local) -> TensorFunction:
-    """What a step does with a part that is not empty, by its tasks' own methods."""
+    """The function of a step for a part that is not empty, by its tasks' own methods."""
     actor, dims = step.group[0].actor, step.group[0].dims
     if isinstance(actor, ParRestriction):
         longer = step.after if actor.is_swapped else step.before
@@ -137,7 +137,7 @@ def _action(step: Local) -> TensorFunction:
 def _move(
     before: Layout, after: Layout, columns: BatchColumns, order: MemoryOrder, spaced: int | None
 ) -> Move:
-    """The move of a tensor and its batch whose dimensions are taken in another order."""
+    """The move of a tensor and its batch with dimensions in another order."""
 
     def permuted(layout: Layout) -> Layout:
         shape = tuple(layout.shape[dim] for dim in order)
@@ -149,7 +149,7 @@ def _move(
 
 @kept_in_job
 def _using(stored: Layout, used: Layout) -> LinearOperator:
-    """From where a parameter is stored, shared by those who have the same, to a use of it."""
+    """The operator from the stored layout of a parameter, with shared copies, to its use."""
     if alike(stored, used):
         return Replicate(used.summed, used)
     return Move(stored.summed, used)

@@ -1,4 +1,4 @@
-"""Explanations: what a plan does, step by step, and what that costs each worker."""
+"""Explanations: the steps of a plan, and what they cost each worker."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ WIDTH = 150
 class Explanation:
     """The steps of a plan and their costs.
 
-    It prints as a table; a row is about the workers whose numbers are the same. `save` draws it.
+    It prints as a table; a row describes workers with equal numbers. `save` draws it.
 
     Attributes:
         lines: the steps.
-        workers: the workers that were looked at: all, or some that stand for many.
+        workers: the workers that were examined: all, or some that represent many.
         costs: for each step the cost of each of them.
-        num_workers: how many workers there are.
+        num_workers: the number of workers.
         machine: the model that predicts the times.
-        notes: what a reader should know beside.
+        notes: further remarks for the reader.
     """
 
     lines: tuple[ExplainedStep, ...]
@@ -54,7 +54,7 @@ class Explanation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all workers were looked at."""
+        """Whether all workers were examined."""
         return len(self.workers) == self.num_workers
 
     @cached_property
@@ -72,12 +72,12 @@ class Explanation:
 
     @property
     def memory(self) -> int:
-        """The bytes that some worker holds at most."""
+        """The bytes of the worker that needs the most."""
         return max(total.memory for total in self.totals)
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes that some worker sends at most."""
+        """The bytes sent by the worker that sends the most."""
         return max(total.bytes_sent for total in self.totals)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -116,7 +116,7 @@ class Explanation:
     def _rows(
         self, shapes: Sequence[Shape], costs: Sequence[Cost]
     ) -> Iterable[tuple[str, Shape, Cost]]:
-        """Workers with the same numbers together; of many the largest and the smallest."""
+        """Workers grouped by equal numbers; of many groups the largest and the smallest."""
         alike: dict[tuple[Shape, Cost], list[int]] = {}
         for worker, shape, cost in zip(self.workers, shapes, costs, strict=True):
             alike.setdefault((shape, cost), []).append(worker)
@@ -137,12 +137,12 @@ class Explanation:
 
 
 def explain(operator: Any, *, columns: int = 1, machine: Machine | None = None) -> Explanation:
-    """What a distributed operator does, step by step, and what each costs each worker.
+    """The steps of a distributed operator, and what each of them costs each worker.
 
     Args:
         operator: a distributed operator.
         columns: the length of the batch on each worker.
-        machine: the model that predicts times; by default the one that is kept for this machine.
+        machine: the model that predicts times; by default the one stored for this machine.
 
     >>> import tessel, torch
     >>> F = tessel.distribute(tessel.ParDFT(torch.complex64, 8), [1])
@@ -157,7 +157,7 @@ def explain(operator: Any, *, columns: int = 1, machine: Machine | None = None) 
     factors = [[repr(factor) for factor in each.factors] for each in products]
     if all(each == each[::-1] for each in factors):
         return explanation
-    # The order of factors matters, and on a `vec` another order would be taken as well.
+    # The order of factors matters, and a `vec` fits another order as well.
     lengths = ", ".join(f"{dim} of length {n}" for dim, n in enumerate(operator.domain.shape))
     note = (
         f"dimensions: {lengths}; kron has its factors in this order, those written as "
@@ -180,7 +180,7 @@ def explain_plan(
     machine: Machine | None = None,
     workers: Sequence[int] | None = None,
 ) -> Explanation:
-    """The same for a plan, which needs no workers that run, or for some of its workers."""
+    """`explain` for a plan, whose workers need not exist, or for some of its workers."""
     if columns < 1:
         raise ValueError(f"a batch must have at least one column, got {columns}")
     machine = known_machine() if machine is None else machine
@@ -203,7 +203,7 @@ def _numbers(cost: Cost) -> tuple[str, ...]:
 
 
 def _listing(workers: Sequence[int]) -> str:
-    """Workers in short.
+    """A short list of workers.
 
     >>> _listing([0, 1, 2, 5])
     '0–2, 5'

@@ -1,4 +1,4 @@
-"""In which shape a user gives a tensor to an operator: in its dimensions or as a vector."""
+"""The shape of a user's tensor for an operator: in its dimensions or as a vector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tessel.operators.space import Shape
 
 
 class InputShape:
-    """How a user gave a tensor: in the operator's dimensions or as a vector, with a batch or not.
+    """The form of a user's tensor: the operator's dimensions or a vector, with a batch or not.
 
     Args:
         is_vector: whether the operator's dimensions are one.
@@ -28,7 +28,7 @@ class InputShape:
 
     @classmethod
     def of(cls, operator: Any, x: Tensor, shape: Shape) -> InputShape:
-        """ValueError if the tensor fits in no form."""
+        """The form of a tensor; ValueError if it has none."""
         space = operator.domain
         if x.dtype != space.dtype:
             raise ValueError(f"{operator}: expected a tensor of {space.dtype}, got {x.dtype}")
@@ -38,7 +38,7 @@ class InputShape:
     def of_shapes(
         cls, operator: Any, given: dict[int, Shape], shapes: dict[int, Shape]
     ) -> dict[int, InputShape]:
-        """The same for all workers: a small part alone could be read in both ways."""
+        """The form for all workers: a small part alone may be ambiguous."""
         some: dict[int, InputShape] = {}
         for worker, shape in shapes.items():
             numel = torch.Size(shape).numel()
@@ -50,7 +50,7 @@ class InputShape:
                     f"{numel}, with any batch after it; got {given[worker]}"
                 )
             some[worker] = cls(not has_dims, (), shape)
-        # A part of shape (n, 1) looks like its vec with a batch of one: what others pass decides.
+        # A part of shape (n, 1) looks like its vec with a batch of one: the other workers decide.
         is_vector = any(form.is_vector for form in some.values())
         for worker, shape in shapes.items():
             lead = 1 if is_vector else len(shape)
@@ -76,7 +76,7 @@ class InputShape:
 def vec(x: Tensor) -> Tensor:
     """The values of a tensor in one dimension, the last index running fastest.
 
-    For an operator that is written for a `vec` whose first index runs fastest, pass its factors to
+    For an operator that was written for a `vec` whose first index runs fastest, pass its factors to
     `kron` with `order="julia"`; tensors and their `vec` stay as they are.
 
     >>> vec(torch.tensor([[1, 2], [3, 4]]))

@@ -1,7 +1,7 @@
-"""What planning asks of layouts: the same parts on other grids, and what a rearrangement sends.
+"""Functions of layouts for planning: equal parts on other grids, and the values that a move sends.
 
-Pure integers, and nothing is listed for each worker: a plan for many workers costs what one for few
-does. Dimensions lie in `Balanced` parts, which are equal to listed ones and take no room.
+Pure integers, and nothing is listed by worker: a plan for many workers costs as little as one for
+a few. Dimensions have `Balanced` parts, which are equal to listed ones and need no memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 
 ANYWHERE = "anywhere"  # where the last step leaves the result
-MOST_WORKERS = 128  # of which each is counted
+MOST_WORKERS = 128  # the largest number of workers that are counted one by one
 StridesAndSizes = tuple[
     tuple[int, int], ...
-]  # (stride, size): along it place p counts p // stride % size
+]  # (stride, size): place p has position p // stride % size
 
 
 def split_along(partition: Partition, shape: Shape, axes: Iterable[Sequence[int]]) -> Layout:
-    """Each dimension in balanced parts along several axes of the grid, the first changing slowest.
+    """The layout with balanced parts along several axes of the grid, the first changing slowest.
 
-    Workers that differ along other axes have columns of their own of a batch.
+    Workers that differ along other axes have columns of their own in a batch.
     """
     cuts = (
         balanced_cut(partition, length, along) for length, along in zip(shape, axes, strict=True)
@@ -39,7 +39,7 @@ def split_along(partition: Partition, shape: Shape, axes: Iterable[Sequence[int]
 
 
 def balanced_cut(partition: Partition, length: int, axes: Sequence[int]) -> Cut:
-    """A dimension in balanced parts along these axes of the grid."""
+    """The cut of a dimension in balanced parts along these axes of the grid."""
     return Cut(tuple(axes), Balanced(length, prod(partition.shape[axis] for axis in axes)))
 
 
@@ -56,7 +56,7 @@ def on_grid(partition: Partition, shape: Shape) -> Layout:
 
 
 def undivided(layout: Layout, dim: int) -> bool:
-    """Whether nobody has only a part of a dimension: one place along its axes has all of it."""
+    """Whether no worker has only a part of a dimension: one place along its axes has all of it."""
     cut, length = layout.cuts[dim], layout.shape[dim]
     if isinstance(cut.intervals, Balanced):  # several parts are meant to be several
         return cut.intervals.parts == 1
@@ -65,13 +65,13 @@ def undivided(layout: Layout, dim: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _whole_part(cut: Cut, length: int) -> int | None:
-    """Which of the listed parts of a dimension has all of it, if one has."""
+    """The index of the listed part that is the whole dimension, or None."""
     lengths = [stop - start for start, stop in cut.intervals]
     return lengths.index(length) if length in lengths else None
 
 
 def with_length(layout: Layout, dim: int, length: int) -> Layout:
-    """With another length of a dimension that is whole."""
+    """The layout with another length of a dimension that is whole."""
     cut = layout.cuts[dim]
     if isinstance(cut.intervals, Balanced):
         return layout.recut(dim, Cut(cut.axes, Balanced(length, len(cut.intervals))), length)
@@ -81,9 +81,9 @@ def with_length(layout: Layout, dim: int, length: int) -> Layout:
 
 
 def with_batch(layout: Layout, columns: Sequence[int] | None) -> Layout:
-    """With the batch as a last dimension: its columns at each place along the axes that are left.
+    """The layout with the batch as a last dimension, split along the axes that are left.
 
-    Without columns, the same.
+    Without columns, the layout itself.
     """
     if columns is None:
         return layout
@@ -92,7 +92,7 @@ def with_batch(layout: Layout, columns: Sequence[int] | None) -> Layout:
 
 
 def runs(grid: Shape, axes: Sequence[int]) -> StridesAndSizes:
-    """Axes as runs of places, which say the same on every grid; adjacent axes are one run.
+    """Axes as runs of places, which mean the same on every grid; adjacent axes are one run.
 
     >>> runs((2, 3, 4), (0, 1)), runs((6, 4), (0,))
     (((4, 6),), ((4, 6),))
@@ -108,7 +108,7 @@ def runs(grid: Shape, axes: Sequence[int]) -> StridesAndSizes:
 
 
 def position(along: StridesAndSizes, place: int) -> int:
-    """Which of the positions along some runs a place has, the first run changing slowest.
+    """The position of a place along some runs, the first of which changes slowest.
 
     >>> position(((3, 2), (1, 3)), 5), position(((1, 3),), 5)
     (5, 2)
@@ -125,7 +125,7 @@ def batch_runs(layout: Layout) -> StridesAndSizes:
 
 
 def num_different(some: Layout, other: Layout) -> int:
-    """How many dimensions lie in different ways, on whatever grids of the same workers."""
+    """The number of dimensions that are split differently, on any grids of the same workers."""
     grids = some.partition.shape, other.partition.shape
     return sum(
         length != another
@@ -139,7 +139,7 @@ def num_different(some: Layout, other: Layout) -> int:
 
 
 def alike(some: Layout, other: Layout) -> bool:
-    """Whether every worker has the same part, on whatever grids the workers are.
+    """Whether every worker has the same part, on any grids of the workers.
 
     >>> from tessel.core.partition import HypotheticalPartition as Workers
     >>> a = split_along(Workers((2, 3)), (12, 5), [(0, 1), ()])
@@ -148,13 +148,13 @@ def alike(some: Layout, other: Layout) -> bool:
     """
     if some is other:
         return True
-    # Places along runs say the same on every grid; the numbers of axes do only on one.
+    # Runs of places mean the same on every grid; the numbers of axes only on one.
     same_workers = some.partition.ranks == other.partition.ranks
     return same_workers and len(some.shape) == len(other.shape) and not num_different(some, other)
 
 
 def refinement(some: Shape, others: Shape) -> Shape | None:
-    """A grid of which both grids are groups of adjacent axes, if there is one.
+    """A grid whose adjacent axes can be grouped to both grids, or None.
 
     >>> refinement((1, 4), (2, 2)), refinement((2, 3), (3, 2))
     ((2, 2), None)
@@ -167,7 +167,7 @@ def refinement(some: Shape, others: Shape) -> Shape | None:
 
 
 def refined(layout: Layout, grid: Shape) -> Layout:
-    """The same parts on a finer grid, of which the axes here are groups."""
+    """The same parts on a finer grid, whose axes can be grouped to those of this one."""
     if grid == layout.partition.shape:
         return layout
     axes = axes_in(layout.partition.shape, grid)
@@ -182,11 +182,12 @@ def refined(layout: Layout, grid: Shape) -> Layout:
 def on_common_grids(
     some: Layout, other: Layout, also: Iterable[Layout] = ()
 ) -> tuple[Layout, Layout]:
-    """Both on one grid that is finer than theirs, if there is one; else each on its own.
+    """Both layouts on one grid that is finer than theirs, if it exists; else each on its own.
 
-    On one grid a plan can keep some dimensions as they lie and move the axes of others. The grid is
-    finer than those of further layouts, too, as far as there is such a grid: where there is none,
-    what is left out are other ways to arrange a tensor, and nothing that has to be.
+    On one grid a plan can keep the split of some dimensions and move the axes of others. The grid
+    is
+    finer than those of further layouts, too, if such a grid exists: if not, some
+    arrangements of a tensor are left out, and none that is necessary.
     """
     grids = some.partition.shape, other.partition.shape
     fine = refinement(*grids)
@@ -203,7 +204,7 @@ def without_ones(grid: Shape) -> Shape:
 
 
 def axes_in(grid: Shape, fine: Shape) -> tuple[tuple[int, ...], ...]:
-    """Which axes of a refinement each axis of a grid stands for."""
+    """The axes of a refinement that each axis of a grid stands for."""
     found, at = [], 0
     for size in grid:
         axes: tuple[int, ...] = ()
@@ -214,7 +215,7 @@ def axes_in(grid: Shape, fine: Shape) -> tuple[tuple[int, ...], ...]:
 
 
 def hostings(here: Layout) -> Iterator[Layout]:
-    """The axes of the grid on some dimensions that are long enough for them, the others whole."""
+    """Layouts with all axes of the grid on some long dimensions, and the others whole."""
     D = len(here.shape)
     axes = [axis for cut in here.cuts for axis in cut.axes]
     for count in range(1, min(len(axes), D) + 1):
@@ -224,9 +225,9 @@ def hostings(here: Layout) -> Iterator[Layout]:
 
 
 def _placed(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout | None:
-    """With all axes on these dimensions; those that are there stay.
+    """The layout with all axes on these dimensions; axes that are there already stay.
 
-    None if the dimensions are too short, or if all lies so already.
+    None if the dimensions are too short, or if the layout is the same.
     """
     grid = here.partition.shape
     own = {dim: list(cut.axes) if dim in hosts else [] for dim, cut in enumerate(here.cuts)}
@@ -238,7 +239,7 @@ def _placed(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout |
         free = [dim for dim in hosts if sizes[dim] * grid[axis] <= here.shape[dim]]
         if not free:
             return None
-        # A dimension that divides evenly leaves no worker waiting for another.
+        # If a dimension divides evenly, no worker waits for another.
         dim = min(free, key=lambda d: (here.shape[d] % (sizes[d] * grid[axis]) > 0, d))
         own[dim].append(axis)
         sizes[dim] *= grid[axis]
@@ -252,7 +253,7 @@ def _placed(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout |
 
 
 def unevenness(there: Layout) -> float:
-    """The largest part against the mean: the first parts of a balanced split are the largest."""
+    """The ratio of the largest part, the first one of a balanced split, to the mean."""
     ratio = 1.0
     for cut, length in zip(there.cuts, there.shape, strict=True):
         start, stop = cut.intervals[0]
@@ -261,20 +262,20 @@ def unevenness(there: Layout) -> float:
 
 
 def box_of(layout: Layout, worker: int) -> Box:
-    """What a worker of a layout stores."""
+    """The box of a worker."""
     box = layout.box(worker)
     assert box is not None
     return box
 
 
 def numel_sent(before: Layout, after: Layout, worker: int) -> int:
-    """How many values a worker sends when a tensor is rearranged."""
+    """The number of values that a worker sends when a tensor is rearranged."""
     own = box_of(before, worker)
     return boxes.volume(own) - boxes.common_volume(own, box_of(after, worker))
 
 
 def num_messages(before: Layout, after: Layout, worker: int) -> int:
-    """How many others get something of a worker then."""
+    """The number of workers that get something from a worker then."""
     own = box_of(before, worker)
     if not boxes.volume(own):
         return 0
@@ -293,9 +294,9 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
 
 @lru_cache(maxsize=1024)
 def share_inside(before: Layout, after: Layout, workers_per_host: int) -> float:
-    """Which share of what the workers of a host send then stays inside of it.
+    """The share of the values sent by the workers of a host that stays inside of it.
 
-    Of the host with the least, among the first, one in the middle and the last: the others wait
+    It is the smallest among the first host, one in the middle and the last one: the others wait
     for it.
     """
     last = (after.partition.size - 1) // workers_per_host
@@ -303,7 +304,7 @@ def share_inside(before: Layout, after: Layout, workers_per_host: int) -> float:
     for host in {0, last // 2, last}:
         first = host * workers_per_host
         here = range(first, min(first + workers_per_host, after.partition.size))
-        # (worker, dim, start and stop): how much of what one has another gets
+        # (worker, dim, start and stop): the share of a worker's values that another gets
         has, gets = (np.array([box_of(at, each) for each in here]) for at in (before, after))
         starts = np.maximum(has[:, None, :, 0], gets[None, :, :, 0])
         stops = np.minimum(has[:, None, :, 1], gets[None, :, :, 1])
@@ -316,17 +317,17 @@ def share_inside(before: Layout, after: Layout, workers_per_host: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _filled(cut: Cut) -> tuple[Interval, ...]:
-    """The parts that are not empty, ascending."""
+    """The intervals that are not empty, in ascending order."""
     return tuple(part for part in cut.intervals if part[0] < part[1])
 
 
 def examined(partition: Partition) -> Sequence[int]:
-    """The workers whose costs are counted: all of them, or of many some that stand for all."""
+    """The workers whose costs are counted: all, or some that represent many."""
     return partition.ranks if partition.size <= MOST_WORKERS else representatives(partition)
 
 
 def representatives(partition: Partition) -> list[int]:
-    """Workers that stand for all: the first, which has the largest parts, the last, and between."""
+    """Workers that represent all: the first, with the largest parts, the last, and some between."""
     grid = partition.shape
     last = tuple(size - 1 for size in grid)
     some = [

@@ -24,8 +24,8 @@ class Leaf(ParOperator):
     """An operator that is not made of others.
 
     It stands for four: A, its adjoint, its inverse and the adjoint of its inverse, which all have
-    the parameter of A. A subclass gives the spaces of A itself and acts by what `is_adjoint` and
-    `is_inverse` say.
+    the parameter of A. A subclass defines the spaces of A itself, and acts according to
+    `is_adjoint` and `is_inverse`.
 
     Attributes:
         source, target: the domain and the codomain of A itself.
@@ -36,11 +36,11 @@ class Leaf(ParOperator):
     target: TensorSpace
     is_adjoint = False
     is_inverse = False
-    is_swapped = False  # whether it goes from the codomain of A to its domain
+    is_swapped = False  # whether it maps the codomain of A to its domain
     std = 1.0
     own: Parameter | None = None  # the parameter that `parameters()` drew, kept by A itself
-    own_box: Box | None = None  # which part of the whole it is, if it was drawn as a part
-    shared_by: Partition | None = None  # who has the same
+    own_box: Box | None = None  # its box, if it was drawn as a part
+    shared_by: Partition | None = None  # the workers that have the same part
 
     @property
     def domain(self) -> TensorSpace:  # type: ignore[override]
@@ -64,11 +64,11 @@ class Leaf(ParOperator):
         base = self.base
         if not adjoint and not inverse:
             return base
-        # Kept by A, so that A.H.H is A and all four have one parameter, own or bound.
+        # Kept by A, so that A.H.H is A and all four share one parameter, own or bound.
         others: dict[tuple[bool, bool], Self] = base.__dict__.setdefault("_others", {})
         if (adjoint, inverse) not in others:
             new = copy(base)
-            for name in list(new.__dict__):  # what A worked out for itself does not hold for A.H
+            for name in list(new.__dict__):  # values cached by A are not valid for A.H
                 if isinstance(getattr(type(base), name, None), cached_property):
                     del new.__dict__[name]
             new.__dict__.pop("_others", None)
@@ -79,12 +79,12 @@ class Leaf(ParOperator):
 
     @property
     def base(self) -> Self:
-        """A itself, by which its parameter is known."""
+        """A itself, which identifies the parameter."""
         return self.__dict__.get("_base", self)
 
     @property
     def mode(self) -> str:
-        """Which of the four it is, as it is written."""
+        """The name of this one of the four."""
         return (".inv" if self.is_inverse else "") + (".H" if self.is_adjoint else "")
 
     @property
@@ -93,7 +93,7 @@ class Leaf(ParOperator):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether it is an identity."""
         return False
 
     @property
@@ -108,23 +108,23 @@ class Leaf(ParOperator):
 
     @property
     def parameter_dims(self) -> tuple[int | None, ...]:
-        """For each dimension of the parameter, the dimension whose index it follows, if any."""
+        """For each dimension of the parameter, the dimension whose index it shares, if any."""
         return ()
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         """The result along the dimensions from `first` on.
 
-        Of a worker's part of a tensor, dimensions that are not mixed may be shorter; `value` is
-        the part of the parameter that belongs to it.
+        In a worker's part of a tensor, dimensions that are not mixed may be shorter; `value` is
+        the corresponding part of the parameter.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `act`")
 
     def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
-        """How dimensions lie in memory afterwards, if they lay so: only speed depends on it."""
+        """The likely order of dimensions in memory afterwards: only speed depends on it."""
         return order
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
-        """How many operations it takes on a local tensor of this shape."""
+        """The number of operations on a local tensor of this shape."""
         return float(prod(shape))
 
     def miniature(self) -> Leaf:
@@ -133,11 +133,11 @@ class Leaf(ParOperator):
         return self
 
     def _shrunk(self, base: Self) -> Leaf:
-        """An operator as this one is of its `base`."""
+        """The operator made of `base` as this one is of its own."""
         return base._other(self.is_adjoint, self.is_inverse)
 
     def try_on(self, device: str) -> None:
-        """Act on a small tensor and on a batch, and derive that: torch raises if it cannot."""
+        """Apply it to a small tensor and a batch, and differentiate: torch raises if it cannot."""
         small = self.miniature()
         space, shape = small.domain, small.parameter_shape
         for batch in ((), (2,)):

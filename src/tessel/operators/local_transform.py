@@ -1,8 +1,8 @@
-"""Fourier transforms of a worker's own part, by that library which is the fastest on it.
+"""Fourier transforms of a worker's own part, by the library that is fastest for it.
 
-Torch's own transforms are those of MKL, of cuFFT on a GPU. Of small slabs FFTW takes half of MKL's
-time on some processors, and the other way round on large ones: so what is transformed again and
-again is timed, in some calls of the program. Each worker chooses alone, since nothing travels here.
+Torch's own transforms are those of MKL, or of cuFFT on a GPU. On some processors FFTW takes half of
+MKL's time for small slabs, and more for large ones: so a transform that is repeated is timed, in
+some calls of the program. Each worker chooses alone, since nothing travels here.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ LIBRARIES = ("auto", "torch", "scipy", "fftw")
 VARIABLE = "TESSEL_FFT"
 _MODULES = {"scipy": "scipy.fft", "fftw": "pyfftw"}
 _PACKAGES = {"scipy": "scipy", "fftw": "pyfftw"}
-_CALLS = 8  # from which on it is worth importing and timing others
-_BLOCK = 4  # calls by one library in a row, the first of which is not timed
+_CALLS = 8  # from this call on it is worth importing and timing others
+_BLOCK = 4  # consecutive calls by one library, the first of which is not timed
 _BLOCKS = 3  # of each library
-_HOPELESS = 1.5  # of torch's time, from which on a library is timed no more
-_MOST = 2**22  # values above which only torch's is used: what slower ones would cost nobody asked
-_GAIN = 0.9  # another library must be that much faster: noise shall not decide between equals
+_HOPELESS = 1.5  # times torch's time: a library that takes longer is dropped
+_MOST = 2**22  # for more values only torch's is used: trying slower ones would take too long
+_GAIN = 0.9  # another library must be that much faster: noise should not decide between equals
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 @kept_in_job
 def chosen_library() -> str:
-    """What TESSEL_FFT says, which is read once in a job: each transform asks for it."""
+    """The value of TESSEL_FFT, which is read once in a job, since each transform asks for it."""
     return chosen(VARIABLE, LIBRARIES)
 
 
@@ -54,7 +54,7 @@ class LocalTransform:
 
     Args:
         kind: "fftn", "ifftn", "rfftn" or "irfftn".
-        dims: along which; a real transform is along the last one.
+        dims: the dimensions; a real transform is along the last one.
         lengths: the numbers of points along them; real transforms have n // 2 + 1 coefficients.
         norm: "backward" or "forward", as torch names them.
 
@@ -69,8 +69,9 @@ class LocalTransform:
     norm: str
 
     def library(self, x: Tensor) -> str:
-        """Which library is to transform x."""
-        # What looks at torch's functions (a compiler, a counter of operations) has to see one.
+        """The library that transforms x."""
+        # Anything that watches torch's functions (a compiler, a counter of operations) must see
+        # one.
         if is_compiling() or _get_current_dispatch_mode() is not None:
             return "torch"
         choice = chosen_library()
@@ -84,7 +85,7 @@ class LocalTransform:
             return "torch"
         key = self, x.dtype, x.shape, x.stride(), torch.get_num_threads()
         found = _measured.get(key, 0)
-        if isinstance(found, int):  # that many calls before
+        if isinstance(found, int):  # the number of earlier calls
             found = found + 1 if found + 1 < _CALLS else _Trial(self, others)
             remember(_measured, key, found)
         if isinstance(found, _Trial):
@@ -92,7 +93,7 @@ class LocalTransform:
             if found.is_over:
                 remember(_measured, key, library)
             else:
-                _begun.trial = found  # by which the call that follows is timed
+                _begun.trial = found  # times the call that follows
             return library
         return found if isinstance(found, str) else "torch"
 
@@ -100,11 +101,11 @@ class LocalTransform:
         """The transform of x, by a library; only torch's is seen by autograd."""
         if is_compiling() or (trial := _begun.__dict__.pop("trial", None)) is None:
             return self._by(library, x)
-        # of one thread its own time, in which others that have its core meanwhile do not count
+        # with one thread its own time, which does not count others on its core
         clock = thread_time if torch.get_num_threads() == 1 else perf_counter
         begin = clock()
         y = self._by(library, x)
-        if trial.transform == self:  # else it is that of a call that raised before
+        if trial.transform == self:  # otherwise it is that of an earlier call that raised
             trial.add(library, clock() - begin)
         return y
 
@@ -138,14 +139,14 @@ class LocalTransform:
 
 
 class _Trial:
-    """Which library is the fastest for one form of tensors: calls take them in turn, and are timed.
+    """A comparison of libraries for one form of tensors: they take turns in calls, and are timed.
 
-    These are calls of the program, with caches and other workers as they are in it. Alone, some
-    calls one after the other were twice as fast as in the program, or hit by noise all together.
+    The calls are those of the program, with its caches and other workers. In isolation,
+    consecutive calls were twice as fast as in the program, or noise affected all of them.
 
     Args:
-        transform: that is timed.
-        others: the libraries beside torch's.
+        transform: the transform that is timed.
+        others: the libraries besides torch's.
 
     Attributes:
         is_over: whether the library was chosen.
@@ -155,14 +156,14 @@ class _Trial:
         self.transform, self.is_over = transform, False
         self._seconds: dict[str, list[float]] = {"torch": []}
         for library in others:
-            with suppress(ValueError):  # one whose own libraries are missing is of no use
+            with suppress(ValueError):  # a library whose own libraries are missing is of no use
                 _imported(library)
                 self._seconds[library] = []
-        self._left = 4 * _BLOCK * _BLOCKS * len(self._seconds)  # times that it may be asked
+        self._left = 4 * _BLOCK * _BLOCKS * len(self._seconds)  # how often it may be asked
 
     def next(self) -> str:
-        """The library of the next call; the fastest, if enough were timed."""
-        self._left -= 1  # calls may end by an exception, and are not timed then
+        """The library of the next call; the fastest, if enough calls were timed."""
+        self._left -= 1  # calls that raise are not timed
         usual, waiting = self._timed("torch"), []
         for name, calls in self._seconds.items():
             times = self._timed(name)
@@ -175,36 +176,36 @@ class _Trial:
             best = min(found, key=found.__getitem__, default="torch")
             is_faster = best in found and found[best] < _GAIN * found.get("torch", 0.0)
             return best if is_faster else "torch"
-        # what is called after another library finds its code and tables outside of the caches
+        # after another library, a library's code and tables are not in the caches
         begun = (name for name in waiting if len(self._seconds[name]) % _BLOCK)
         return next(begun, min(waiting, key=lambda name: len(self._seconds[name])))
 
     def add(self, library: str, seconds: float) -> None:
-        """Note how long a call took."""
+        """Record the time of a call."""
         self._seconds[library].append(seconds)
 
     def _timed(self, library: str) -> list[float]:
         return [each for n, each in enumerate(self._seconds[library]) if n % _BLOCK]
 
 
-# which library is the fastest, or how often it was not asked yet
+# the fastest library, or how often it was not asked yet
 _measured: dict[Any, str | int | _Trial] = {}
 _begun = local()  # the trial of the call that this thread is about to make
 _plans: dict[Any, list[_FftwPlan]] = {}
-_planner = Lock()  # FFTW's is none for several threads
+_planner = Lock()  # FFTW's planner is not safe for several threads
 
 
 class _FftwPlan:
-    """A plan of FFTW: from tensors of one form to new ones, whose transformed dimensions lie last.
+    """A plan of FFTW: from tensors of one form to new ones, whose transformed dimensions are last.
 
-    Plans are estimated, not measured: the same ones, and so the same bits, in every run.
+    Plans are estimated, not measured, so they are the same, and so are the bits, in every run.
 
     Args:
         x: a tensor of that form; its values do not matter.
-        dims: along which.
-        length: of the result along the last of them.
-        dtype: of the result.
-        flags, settings: of pyfftw.
+        dims: the dimensions.
+        length: the length of the result along the last of them.
+        dtype: the dtype of the result.
+        flags, settings: pyfftw's.
     """
 
     def __init__(
@@ -223,14 +224,14 @@ class _FftwPlan:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.room()
-        with self._lock:  # a plan knows its arrays
+        with self._lock:  # a plan has arrays of its own
             self._plan.update_arrays(x.numpy(), y.numpy())
             self._plan.execute()
         return y
 
 
 def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> list[_FftwPlan]:
-    """The plans that make up a transform, one behind the other."""
+    """The plans of a transform, one after the other."""
     kind, dims, n = transform.kind, transform.dims, transform.lengths[-1]
     flags = ("FFTW_ESTIMATE", *(() if aligned else ("FFTW_UNALIGNED",)))
     direction = "FFTW_FORWARD" if kind in ("fftn", "rfftn") else "FFTW_BACKWARD"
@@ -243,8 +244,8 @@ def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> 
     real = real_of(x.dtype)
     if len(dims) == 1:
         return [_FftwPlan(like, dims, n, real, *flags, **settings)]
-    # Others first: what is no transform of real numbers is then read as torch reads it, and the
-    # last step may overwrite what it gets.
+    # Others first: input that is no transform of real numbers is then treated as torch does, and
+    # the last step may overwrite its input.
     others = _FftwPlan(like, dims[:-1], x.shape[dims[-2]], x.dtype, *flags, **settings)
     flags = (*flags, "FFTW_DESTROY_INPUT")
     return [others, _FftwPlan(others.room(), dims[-1:], n, real, *flags, **settings)]
@@ -252,7 +253,7 @@ def _plan(transform: LocalTransform, x: Tensor, aligned: bool, threads: int) -> 
 
 @cache
 def _others() -> tuple[str, ...]:
-    """The libraries beside torch's that are installed."""
+    """The installed libraries besides torch's."""
     return tuple(name for name, module in _PACKAGES.items() if find_spec(module) is not None)
 
 

@@ -18,7 +18,7 @@ class ParIdentity(Leaf):
     """The identity on tensors of length `n`.
 
     Args:
-        T: a dtype of torch, as float32.
+        T: a dtype of torch, such as float32.
         n: the length.
 
     >>> import tessel, torch
@@ -39,7 +39,7 @@ class ParIdentity(Leaf):
 
 
 class ParDiagonal(Leaf):
-    """A diagonal matrix of parameters: each value times a number of its own.
+    """A diagonal matrix of parameters: each value is multiplied by its own number.
 
     Along a dimension that is split over workers its parameters are split, too.
 
@@ -97,7 +97,7 @@ class ParMatrix(Leaf):
     parameter_dims = (None, None)
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
-        """As it lies in memory, the tensor is (before, n, behind), and so is the result."""
+        """The product; in memory the tensor is (before, n, behind), and so is the result."""
         assert value is not None
         matrix = (value.mH if self.is_adjoint else value).to(x.dtype)
         order = order_of(x)
@@ -105,9 +105,9 @@ class ParMatrix(Leaf):
         before, behind = rows.shape[:at], rows.shape[at + 1 :]
         flat = rows.reshape(before.numel(), rows.shape[at], behind.numel())
         if self.is_inverse:
-            # `solve` would raise where a matrix is singular, maybe on one worker alone.
+            # `solve` would raise for a singular matrix, maybe on one worker alone.
             result = torch.linalg.solve_ex(matrix, flat).result
-        elif not behind.numel() > 1:  # one product, where a batch of vectors would be as many
+        elif not behind.numel() > 1:  # one product, where a batch of vectors would be many
             result = (flat.squeeze(-1) @ matrix.mT).unsqueeze(-1)
         else:
             result = matrix @ flat
@@ -124,7 +124,7 @@ class ParMatrix(Leaf):
 
 
 class ParMultilinear(Leaf):
-    """A dense matrix for each index of the dimensions behind the first.
+    """A dense matrix for each index of the dimensions after the first.
 
     y[o, k] = Σ_i W[o, i, k] x[i, k], where k runs over the modes. Along modes that are split over
     workers its parameters are split, too.
@@ -179,7 +179,7 @@ class ParMultilinear(Leaf):
         back = [0] * x.dim()
         for place, dim in enumerate((*behind, first, *others)):
             back[dim] = place
-        order = order_of(x)  # the result lies as the tensor does
+        order = order_of(x)  # the result has the memory order of the tensor
         return result.permute(back).permute(order).contiguous().permute(inverse_of(order))
 
     def miniature(self) -> Leaf:

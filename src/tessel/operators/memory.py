@@ -8,7 +8,7 @@ MemoryOrder = tuple[int, ...]  # dimensions, the last one with the smallest stri
 
 
 def order_of(x: Tensor) -> MemoryOrder:
-    """In which order the dimensions of a tensor lie.
+    """The order of a tensor's dimensions in memory.
 
     >>> import torch
     >>> order_of(torch.ones(2, 3, 4).movedim(0, -1))
@@ -19,7 +19,7 @@ def order_of(x: Tensor) -> MemoryOrder:
 
 
 def inverse_of(order: MemoryOrder) -> MemoryOrder:
-    """The order that undoes another.
+    """The inverse of an order.
 
     >>> inverse_of((2, 0, 1))
     (1, 2, 0)

@@ -1,4 +1,4 @@
-"""Parameters of operators: drawn once, known by the operator that uses them."""
+"""Parameters of operators: drawn once, and identified by the operator that uses them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 
-CHUNK = 1 << 16  # numbers that are drawn at once
+CHUNK = 1 << 16  # how many numbers are drawn at once
 
 
 class Parameters(dict[Any, Tensor]):
-    """Values of parameters, by the operators that they belong to.
+    """Values of parameters, by their operators.
 
-    The value of A is known by A, by its adjoint and its inverse, by `distribute(A)`, and by every
-    expression whose only parameter it is. θ of an expression is one of each part of it, too.
+    The value of A is found by A, by its adjoint and its inverse, by `distribute(A)`, and by every
+    expression whose only parameter it is. θ of an expression is also one of each part of it.
 
     Attributes:
-        boxes: which parts of parameters these are, as far as `init` drew parts.
+        boxes: which parts of parameters these are, if `init` drew parts.
 
     >>> import tessel, torch
     >>> A = tessel.ParMatrix(torch.float32, 2, 3)
@@ -46,7 +46,7 @@ class Parameters(dict[Any, Tensor]):
             raise ValueError(f"a parameter is given two values: {list(given)}")
 
     def __missing__(self, key: Any) -> Tensor:
-        leaf = leaf_of(key)  # A.H, distribute(A) and A(θ) know the parameter of A
+        leaf = leaf_of(key)  # A.H, distribute(A) and A(θ) share the parameter of A
         if leaf is key or leaf not in self:
             raise KeyError(f"θ has no value for {key}")
         return self[leaf]
@@ -61,7 +61,7 @@ class Parameters(dict[Any, Tensor]):
     def __delitem__(self, key: Any) -> None:
         super().__delitem__(leaf_of(key))
 
-    # those of dict itself would not find an operator by another that has its parameter
+    # those of dict itself would not find an operator by another with the same parameter
     get = MutableMapping.get  # type: ignore[assignment]
     pop = MutableMapping.pop
     setdefault = MutableMapping.setdefault
@@ -72,14 +72,14 @@ class Parameters(dict[Any, Tensor]):
         return self
 
     def of(self, operator: Any) -> Parameters:
-        """Those of an operator, if these are of more than that one."""
+        """The parameters of an operator, if there are others."""
         leaves = operator.leaves
         if len(self) <= len(leaves) or not all(leaf in self for leaf in leaves):
             return self
         return Parameters({leaf: self[leaf] for leaf in leaves}, self.boxes)
 
     def check(self, operator: Any) -> None:
-        """ValueError if values are missing here that an operator needs, or do not fit it."""
+        """ValueError if values that an operator needs are missing, or do not fit it."""
         leaves, parts = operator.leaves, getattr(operator, "part_boxes", {})
         missing = [leaf for leaf in leaves if leaf not in self]
         if missing and self and not any(leaf in leaves for leaf in self):
@@ -91,7 +91,7 @@ class Parameters(dict[Any, Tensor]):
         for leaf in leaves:
             value, drawn, used = self[leaf], self.boxes.get(leaf), parts.get(leaf)
             shape = tuple(value.shape)
-            # Parts of one length are not told apart by their shape, but by where they lie.
+            # Parts of one length are distinguished by their boxes, not by their shapes.
             if shape != leaf.parameter_shape and drawn is not None and used not in (None, drawn):
                 raise ValueError(
                     f"θ was drawn for another distribution of {leaf}, whose parts are not those of "
@@ -106,7 +106,7 @@ class Parameters(dict[Any, Tensor]):
                 )
 
     def joined(self, other: Mapping[Any, Tensor]) -> Parameters:
-        """These and others, which may not say something else."""
+        """These parameters and others, which may not contradict them."""
         for leaf in self.keys() & other.keys():
             if self[leaf] is not other[leaf]:
                 raise ValueError(f"{leaf} is bound to two values")
@@ -134,7 +134,7 @@ class Parameters(dict[Any, Tensor]):
 
 
 def leaf_of(operator: Any) -> Any:
-    """The one leaf with a parameter that an operator has; KeyError if it has none, or several."""
+    """The only leaf of an operator with a parameter; KeyError if there is none, or several."""
     leaves = getattr(operator, "leaves", None)
     if leaves is None:
         raise KeyError(f"θ is indexed by operators, got {operator!r}")
@@ -148,9 +148,9 @@ def leaf_of(operator: Any) -> Any:
 def init(operator: Any, *, requires_grad: bool = True) -> Parameters:
     """Draw parameters from torch's random numbers.
 
-    Those of a distributed operator are the same on all workers, drawn by the first one's random
-    numbers, and do not depend on the number of workers. Parameters along dimensions that are split
-    are split as well. Those of an operator that is not distributed are this worker's own: draw them
+    For a distributed operator they are the same on all workers, drawn by the first one's generator,
+    and do not depend on the number of workers. Parameters along dimensions that are split
+    are split as well. For an operator that is not distributed they are this worker's own: draw them
     after `distribute`, or with the same seed on all workers.
 
     >>> import tessel, torch
@@ -161,8 +161,8 @@ def init(operator: Any, *, requires_grad: bool = True) -> Parameters:
     """
     boxes: dict[Any, Box] = getattr(operator, "part_boxes", {})
     agree: Callable[[int], int] = getattr(operator, "agreed_number", int)
-    # A seed from torch's own generator: `torch.manual_seed` decides what is drawn. On several
-    # workers that of the first counts, so that all draw parts of one whole.
+    # A seed from torch's own generator: `torch.manual_seed` decides what is drawn. With several
+    # workers the first one's counts, so that all draw parts of one whole.
     seed = agree(int(torch.randint(2**62, (), device="cpu").item()))
     theta = Parameters(boxes=boxes)
     for number, leaf in enumerate(operator.leaves):
@@ -172,11 +172,11 @@ def init(operator: Any, *, requires_grad: bool = True) -> Parameters:
 
 
 def draw(leaf: Any, seed: int, box: Box | None = None) -> Tensor:
-    """Normal numbers, a part of them without ever having all."""
+    """Draw normal numbers, or a part of them without the rest in memory."""
     shape = leaf.parameter_shape
     assert shape is not None
-    # On the CPU and chunk by chunk, whatever the device and the part: the numbers are the same on
-    # any number of workers, and no worker has memory for all of them at once.
+    # On the CPU and in chunks, whatever the device and the part: the numbers are the same on
+    # any number of workers, and no worker needs memory for all of them at once.
     generator = torch.Generator("cpu").manual_seed(seed)
     dtype = leaf.source.dtype
     row, first = prod(shape[1:]), 0
@@ -198,7 +198,7 @@ def draw(leaf: Any, seed: int, box: Box | None = None) -> Tensor:
 
 
 def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]:
-    """The values to use: those given, else the operator's own; ValueError if there are none."""
+    """The values to use: those given, or the operator's own; ValueError if there are none."""
     if theta is None:
         theta = own_values(operator)
     missing = [leaf for leaf in operator.leaves if leaf not in theta]
@@ -212,14 +212,14 @@ def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]
 
 
 def own_values(operator: Any) -> Parameters:
-    """Those parameters of its own that an operator has."""
+    """The parameters of an operator that it has drawn itself."""
     found = [leaf for leaf in operator.leaves if leaf.own is not None]
     boxes = {leaf: leaf.own_box for leaf in found if leaf.own_box is not None}
     return Parameters({leaf: leaf.own for leaf in found}, boxes)
 
 
 def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
-    """The operator's own parameters by name, drawn where there are none yet."""
+    """The operator's own parameters by name, drawn if necessary."""
     if any(leaf.own is None for leaf in operator.leaves):
         drawn = init(operator)
         for leaf, value in drawn.items():
@@ -231,7 +231,7 @@ def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
     found = {}
     for number, leaf in enumerate(operator.leaves):
         assert leaf.own is not None
-        # What a worker drew for itself becomes that of all when a distributed operator uses it.
+        # A parameter that one worker drew becomes that of all when a distributed operator uses it.
         if partition is not None and leaf.own_box is None and leaf.shared_by != partition:
             equalize([leaf.own], partition)
             leaf.shared_by = partition
@@ -246,15 +246,15 @@ class StoredInParts:
     """
 
     def stored_parameters(self) -> Iterator[tuple[str, Layout]]:
-        """The names of parameters that may lie in parts, and how they lie."""
+        """The names of parameters that may be in parts, with their layouts."""
         raise NotImplementedError(f"{type(self).__name__} must implement `stored_parameters`")
 
     def collected_on(self, layout: Layout) -> Partition:
-        """The workers whose state has all of a parameter that lies so."""
+        """The workers whose state has the whole of a parameter with this layout."""
         return layout.partition
 
     def _in_parts(self) -> Iterator[tuple[str, Layout, Partition]]:
-        """The parameters of which some worker does not store all, and who collects them."""
+        """The parameters that some worker does not have whole, and the workers to collect them."""
         for name, layout in self.stored_parameters():
             everyone = self.collected_on(layout)
             is_split = any(layout.is_split(dim) for dim in range(len(layout.shape)))
@@ -274,9 +274,9 @@ class StoredInParts:
         for name, layout, _ in self._in_parts():
             whole = state_dict.get(prefix + name)
             if whole is None or tuple(whole.shape) != layout.shape:
-                continue  # a part already, or what torch reports better, on all workers
+                continue  # a part already, or an error that torch reports better, on all workers
             if layout.partition.active:
-                # A copy: a view would keep the whole alive where torch assigns what it loads.
+                # A copy: torch may assign it, and a view would keep the whole alive.
                 state_dict[prefix + name] = layout.local_part(whole).clone()
             elif (own := getattr(self, name)).shape != whole.shape:  # that of a worker outside
                 state_dict[prefix + name] = whole.new_empty(own.shape)
@@ -295,7 +295,7 @@ class OperatorModule(HasHandle, StoredInParts, torch.nn.Module):
             self.register_parameter(name, value)
 
     def can_be_traced(self, x: Tensor) -> bool:
-        """Whether a compiler may have this call in its graph; a `ParReduce` agrees at each call."""
+        """Whether a compiler may have this call in its graph; a `ParReduce` agrees in each call."""
         return fix_lengths(x) and not _reduces(self.handle)
 
     @in_graphs()
@@ -307,7 +307,7 @@ class OperatorModule(HasHandle, StoredInParts, torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         for leaf, value in zip(self.operator.leaves, self.parameters(), strict=True):
-            leaf.own = value  # another one, if it was assigned
+            leaf.own = value  # a different one, if it was assigned
 
     def stored_parameters(self) -> Iterator[tuple[str, Layout]]:
         names = dict(self.named_parameters(recurse=False))
@@ -329,9 +329,9 @@ def gradient(function: Callable[[Parameters], Tensor], at: Parameters) -> Parame
 @overload
 def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor: ...
 def gradient(function: Any, at: Any) -> Any:
-    """The gradient of a function of parameters, or of a tensor, with a real result.
+    """The gradient of a real function of parameters, or of a tensor.
 
-    It is zero for parameters on which the function does not depend.
+    It is zero for parameters that the function does not depend on.
 
     >>> import tessel, torch
     >>> gradient(lambda x: (x * x).sum(), torch.ones(2))

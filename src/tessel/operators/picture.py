@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 INK, FAINT, LIGHT = "#22262e", "#6b7280", "#e5e7eb"  # of all pictures
 _LOCAL, _TRANSFER = "#4477AA", "#EE6677"
-_MOST_CUTS = 64  # of a dimension that are drawn
-_THICKNESS = 0.72  # of a row
+_MOST_CUTS = 64  # the most cuts of a dimension that are drawn
+_THICKNESS = 0.72  # the thickness of a row
 
 _COLUMNS: tuple[tuple[str, Callable[[Cost], float], Callable[[float], str]], ...] = (
     ("operations", lambda cost: cost.flops, num_flops),
@@ -39,10 +39,10 @@ def new_figure(width: float, height: float) -> Figure:
 def draw_steps(
     lines: Sequence[ExplainedStep], costs: Sequence[Sequence[Cost]], summary: str
 ) -> Figure:
-    """Draw steps from top to bottom: how the tensor lies after each, and what each costs.
+    """Draw steps from top to bottom: the layout of the tensor after each, and the costs.
 
     Every dimension is a bar with a gap at each cut; the part of the first worker is coloured. The
-    bars of costs are those of the worker with the most, the dark line in them those of the one
+    bars of costs are those of the worker with the highest, the dark line in them marks the lowest.
     with the least.
 
     Args:
@@ -80,7 +80,7 @@ def draw_steps(
 
 
 def _draw_layouts(layout: Axes, lines: Sequence[ExplainedStep]) -> None:
-    """Draw a row for each step: how the tensor lies after it."""
+    """Draw a row for each step: the layout of the tensor after it."""
     labels = []
     for number, line in enumerate(lines, 1):
         title = line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)

@@ -1,8 +1,8 @@
-"""Planning: in which order, and where, the tasks of an operator are done on a grid of workers.
+"""Planning: the order in which the tasks of an operator are done on a grid of workers, and where.
 
-A task needs the dimensions whole that it mixes. What can be done where the tensor lies is done
-first; then the tensor is rearranged so that the most can be done next, to where it shall end if
-that will do. So the number of rearrangements is the least for Fourier transforms of slabs and
+A task needs the dimensions that it mixes whole. Tasks that are possible in the current layout come
+first; then the tensor is rearranged so that as many as possible can follow, into the final layout
+if that will do. So the number of rearrangements is minimal for Fourier transforms of slabs and
 pencils, there and back.
 """
 
@@ -34,7 +34,7 @@ from tessel.operators.tasks import OperatorTask, Waiting, cheapest, grouped
 
 @dataclass(frozen=True)
 class _Step:
-    """What is done with a tensor, which lies in one way before it and in one afterwards."""
+    """A step of a plan: an operation on a tensor, with its layouts before and after."""
 
     before: Layout
     after: Layout
@@ -45,7 +45,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Local(_Step):
-    """Tasks that each worker does with what it has, in one call."""
+    """Tasks that each worker does with its part, in one call."""
 
     group: tuple[OperatorTask, ...]
 
@@ -91,12 +91,12 @@ class OperatorPlan:
 
 
 def make_plan(operator: Any, source: Layout, target: Layout | None) -> OperatorPlan:
-    """Plan an operator on a tensor that lies so.
+    """Plan an operator on a tensor with this layout.
 
     Args:
-        operator: what to do.
-        source: how its input lies.
-        target: how its result shall lie; None to leave it where it is then.
+        operator: the operator.
+        source: the layout of its input.
+        target: the layout of its result; None to leave it where the last step ends.
     """
     tasks = tuple(operator.expand(0))
     plan = _plan(tasks, source, target, patient=False)
@@ -111,7 +111,7 @@ def make_plan(operator: Any, source: Layout, target: Layout | None) -> OperatorP
 def _plan(
     tasks: tuple[OperatorTask, ...], source: Layout, target: Layout | None, patient: bool
 ) -> OperatorPlan:
-    """Plan tasks; if patient, nothing is put among zeros that has to travel then."""
+    """Plan tasks; if patient, nothing is padded before a transfer."""
     # Greedy: do all that is possible here, go where the most is possible next. A search over all
     # orders would find nothing better for slabs and pencils, and takes exponentially long.
     waiting = Waiting(tasks)
@@ -119,7 +119,7 @@ def _plan(
     here = source
     while True:
         here, done = _drain(waiting, here, target, patient)
-        if patient and steps and not done:  # what waits here would wait for ever
+        if patient and steps and not done:  # the tasks that wait here would wait forever
             return _plan(tasks, source, target, patient=False)
         steps += done
         if not waiting:
@@ -129,7 +129,7 @@ def _plan(
         here = there
     if target is not None and not alike(here, target):
         steps.append(Transfer(here, target))
-    # What makes a tensor grow comes after it travelled, where it can.
+    # Tasks that enlarge a tensor come after its transfer, if possible.
     found: list[PlannedStep] = []
     for step in steps:
         found.append(step)
@@ -139,14 +139,14 @@ def _plan(
 
 
 def _transferred_earlier(steps: list[PlannedStep]) -> list[PlannedStep]:
-    """With the transfer at the end of some steps before those that can be done behind it, if the
+    """Move the transfer at the end of some steps before those that can be done after it, if the
     tensor is smaller there."""
     there = steps[-1].after
     stay: list[Local] = []
     behind: list[Local] = []
     growth = most = 1.0
-    # From the transfer backwards: local steps go behind it one by one, as long as they can be done
-    # there and nothing that stays needs them; kept is the cut at which the tensor is the smallest.
+    # Backwards from the transfer: local steps go after it one by one, as long as they can be done
+    # there and no step before needs them; the cut with the smallest tensor is kept.
     best: tuple[int, list[Local], list[Local], Layout] | None = None
     for number in range(len(steps) - 2, -1, -1):
         local = steps[number]
@@ -158,8 +158,8 @@ def _transferred_earlier(steps: list[PlannedStep]) -> list[PlannedStep]:
             for task in later.group
             for earlier in local.group
         )
-        # Behind the transfer a task needs what it mixes whole there. A restriction does, too: how a
-        # tensor has to lie before it, to lie so afterwards, is known of whole dimensions only.
+        # After the transfer a task needs the dimensions whole that it mixes. So does a restriction:
+        # the layout before it that leads to a given layout is known for whole dimensions only.
         fits = all(
             len(there.cuts[dim].intervals) == 1
             for task in local.group
@@ -170,7 +170,7 @@ def _transferred_earlier(steps: list[PlannedStep]) -> list[PlannedStep]:
             stay = [local, *stay]
             continue
         behind = [local, *behind]
-        for task in reversed(local.group):  # how the tensor lies before what leaves it so
+        for task in reversed(local.group):  # the layout before the task, given the one after it
             lengths = zip(task.dims, task.source.shape, task.target.shape, strict=True)
             for dim, before, after in lengths:
                 there = with_length(there, dim, before) if before != after else there
@@ -180,7 +180,7 @@ def _transferred_earlier(steps: list[PlannedStep]) -> list[PlannedStep]:
     if best is None:
         return steps
     number, stay, behind, there = best
-    # The tasks are the same, but the tensor lies in other ways between them.
+    # The tasks are the same, but the layouts between them differ.
     first = _replayed(stay, steps[number].before)
     here = first[-1].after if first else steps[number].before
     moves = [Transfer(here, there)] if not alike(here, there) else []
@@ -188,7 +188,7 @@ def _transferred_earlier(steps: list[PlannedStep]) -> list[PlannedStep]:
 
 
 def _replayed(steps: list[Local], here: Layout) -> list[Local]:
-    """The same tasks on a tensor that lies so."""
+    """The same tasks on a tensor with this layout."""
     found = []
     for step in steps:
         after = here
@@ -202,18 +202,19 @@ def _replayed(steps: list[Local], here: Layout) -> list[Local]:
 def _drain(
     waiting: Waiting, here: Layout, target: Layout | None, patient: bool
 ) -> tuple[Layout, list[PlannedStep]]:
-    """Do all that can be done here."""
+    """Do everything that is possible in this layout."""
     early: set[OperatorTask] = set()
     if patient:
-        # What would only add zeros, along dimensions with which nothing else can be done here.
+        # Tasks that would only add zeros, along dimensions with nothing else to do here.
         left = waiting.copy()
         tried = [task for task, *_ in _possible(left, here, None)]
         for number, task in enumerate(tried):
             is_used = any(later.follows(task) for later in tried[number + 1 :])
             if left and _adds_zeros(task) and not is_used:
                 early.add(task)
-    # Which task is next depends on how the tensor lies after the last one; which tasks are one
-    # call is known only when all are in order. So layouts are kept for each task, grouped later.
+    # The next task depends on the layout after the last one; which tasks are one
+    # call is known only when all are in order. So layouts are kept for each task, and grouped
+    # later.
     done = list(_possible(waiting, here, target, early))
     layouts = [here, *(after for _, after, _ in done)]
     steps: list[PlannedStep] = []
@@ -228,22 +229,22 @@ def _drain(
 def _possible(
     waiting: Waiting, here: Layout, target: Layout | None, without: Collection[OperatorTask] = ()
 ) -> Iterator[tuple[OperatorTask, Layout, Branches | None]]:
-    """Tasks that can be done here, one after the other, and how the tensor lies after each.
+    """Tasks that are possible here, one after the other, with the layout after each.
 
     A sum along all dimensions comes with the plans of its terms.
     """
     state = here
 
     def is_possible(task: OperatorTask) -> bool:
-        # A sum along all dimensions is possible anywhere: its terms are planned on their own.
+        # A sum along all dimensions is possible anywhere: its terms are planned separately.
         is_sum = bool(task.terms) and len(task.dims) == len(state.shape)
         return task not in without and (_is_local(task, state) or is_sum)
 
     for task in cheapest(waiting, is_possible):
         branches = None
         if not _is_local(task, state):
-            # The last sum can end where the result shall lie; others leave that to what follows.
-            # The first term decides where all results lie: they are added there, part by part.
+            # The last sum can end in the final layout; others leave that to the next steps.
+            # The first term decides the layout of all results: they are added there, part by part.
             plans = [make_plan(task.terms[0], state, None if waiting else target)]
             for operator in task.terms[1:]:
                 plans.append(make_plan(operator, state, plans[0].target))
@@ -263,10 +264,10 @@ def _is_local(task: OperatorTask, here: Layout) -> bool:
 
 
 def _after(task: OperatorTask, here: Layout) -> Layout:
-    """How the result of a task lies."""
+    """The layout of the result of a task."""
     for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
         if isinstance(task.actor, ParRestriction) and not undivided(here, dim):
-            # Each worker keeps what it has: parts become uneven, but nothing moves.
+            # Each worker keeps its indices: parts become uneven, but nothing moves.
             here = here.recut(dim, _restricted(task.actor, here.cuts[dim]), after)
         elif before != after:
             here = with_length(here, dim, after)
@@ -275,17 +276,18 @@ def _after(task: OperatorTask, here: Layout) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _restricted(actor: ParRestriction, cut: Cut) -> Cut:
-    """How the result of a restriction lies where each worker keeps what it has of it."""
+    """The cut of the result of a restriction if each worker keeps its indices."""
     after, count = actor.codomain.numel, len(cut.intervals)
     is_balanced = isinstance(cut.intervals, Balanced)
-    filled = min(count, actor.domain.numel) if is_balanced else count  # the others have nothing
+    # the other workers have nothing
+    filled = min(count, actor.domain.numel) if is_balanced else count
     intervals = actor.split(cut.intervals[:filled])
     return replace(cut, intervals=intervals + ((after, after),) * (count - filled))
 
 
 def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) -> Layout:
-    """Where to go so that the most can be done before the tensor has to be rearranged again."""
-    # As the result shall lie, or with axes on other dimensions. Where the result shall lie on
+    """The layout in which the most can be done before the next rearrangement."""
+    # The final layout, or one with axes on other dimensions. If the final layout is on
     # another grid, axes of that one may be on other dimensions, too.
     candidates: Iterable[Layout] = hostings(here)
     changes_grid = target is not None and target.partition.shape != here.partition.shape
@@ -297,9 +299,9 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
     for there in candidates:
         left = waiting.copy()
         end, done = _drain(left, there, target, patient)
-        if not done:  # to go there would not help
+        if not done:  # this layout would not help
             continue
-        more = 2  # how often the tensor travels after this, as far as one step ahead shows
+        more = 2  # how often the tensor travels afterwards, as far as one step ahead shows
         if not left:
             more = int(target is not None and not alike(end, target))
         elif target is not None:
@@ -311,9 +313,9 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
         if target is not None and changes_grid:
             legs = (here, there), (there, target.split_like(there.shape))
             sent = sum(numel_sent(*leg, worker) for leg in legs for worker in workers)
-        # Transfers cost the most, so few of them come first; then few values that travel, then even
-        # parts. On one grid the fewest dimensions that lie in another way say as much as the values
-        # do, and cost less to count.
+        # Transfers cost the most, so few of them come first; then few values to send, then even
+        # parts. On one grid the fewest dimensions with another cut mean the fewest values,
+        # and are counted faster.
         key = more, tasks, sent, num_different(here, there), unevenness(there)
         if best is None or key < best[0]:
             best = key, there
@@ -321,10 +323,10 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
 
 
 def _concentrated(waiting: Waiting, here: Layout) -> Layout:
-    """When no dimensions are long enough: those that the next task mixes whole, on few workers.
+    """A layout for the case that no dimensions are long enough: those of the next task are whole.
 
-    Their axes go to the longest of the others, some of whose parts are empty then. If there are no
-    others, one worker has all.
+    Their axes go to the longest of the other dimensions, some of whose parts are then empty.
+    If there are no others, one worker has everything.
     """
     left = waiting.copy()
     for task in left.ready():

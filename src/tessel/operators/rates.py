@@ -1,8 +1,8 @@
-"""Machine models: how fast a worker computes and sends, measured once and kept in a file.
+"""Machine models: how fast a worker computes and sends, measured once and stored in a file.
 
 `tessel doctor --measure` measures this machine. The file is `machine.json` in the user's cache
-directory (`$XDG_CACHE_HOME/tessel`), or what the environment variable `TESSEL_MACHINE` names. Files
-of `tessel/machines` are found by their names.
+directory (`$XDG_CACHE_HOME/tessel`), or the one named by the environment variable `TESSEL_MACHINE`.
+Files of `tessel/machines` are found by their names.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MACHINES = Path(__file__).parents[1] / "machines"  # models that come with Tesse
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one worker is, of one thread, while some of them share a machine.
+    """The speed of one worker with one thread, while several of them share a machine.
 
     Attributes:
-        workers: how many run at once on the machine.
-        call: seconds for which workers agree before an operator is applied.
-        step: seconds that a step takes at least.
+        workers: the number of workers that run at once on the machine.
+        call: seconds of the agreement before an operator is applied.
+        step: the least seconds of a step.
         latency: seconds of a message.
-        bandwidth: bytes a second that a worker sends.
-        memory: bytes a second that it reads and writes.
-        fft: operations a second of Fourier transforms that include the last dimension.
-        fft_across: the same of others.
-        matrix: operations a second of products with a matrix.
-        weights: bytes a second of weights that each are used once, as those of modes are.
+        bandwidth: bytes per second that a worker sends.
+        memory: bytes per second that it reads and writes.
+        fft: operations per second of Fourier transforms that include the last dimension.
+        fft_across: the same for other dimensions.
+        matrix: operations per second of products with a matrix.
+        weights: bytes per second of weights that are used once each, such as those of modes.
     """
 
     workers: int
@@ -51,13 +51,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects hosts.
+    """The connections between hosts.
 
     Attributes:
-        workers_per_host: how many workers share the connection of their host.
+        workers_per_host: the number of workers that share the connection of their host.
         latency: seconds of a message between hosts.
-        bandwidth: bytes a second that a host sends, all of its workers together.
-        bisection: bytes a second that all hosts together exchange at most, however many there are;
+        bandwidth: bytes per second that a host sends, all of its workers together.
+        bisection: bytes per second that all hosts together exchange at most, however many there
+            are;
             0 if their connections are the only limit.
     """
 
@@ -69,13 +70,14 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of the machines on which workers run.
+    """The properties of the machines on which workers run.
 
     Attributes:
-        cores: of one machine.
-        rates: measured with several numbers of workers, ascending.
+        cores: the cores of one machine.
+        rates: measured with several numbers of workers, in ascending order.
         origin: where the numbers come from.
-        network: between such machines; None if it is not known, and as fast as one machine inside.
+        network: the network between such machines; None if it is unknown, and as fast as one
+            machine.
 
     >>> built_in().rates_for(2).workers
     2
@@ -87,9 +89,10 @@ class Machine:
     network: Network | None = None
 
     def rates_for(self, workers: int) -> Rates:
-        """The rates when so many workers take part.
+        """The rates for this number of workers.
 
-        As many as were measured share one machine. More are on further machines like this one,
+        As many workers as were measured share one machine. Further ones are on more machines like
+        it,
         with one worker for each core.
         """
         for each in self.rates:
@@ -98,7 +101,7 @@ class Machine:
         return next((each for each in self.rates if each.workers >= self.cores), self.rates[-1])
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the model to a file, by default the one that is read."""
+        """Write the model to a file, by default the one from which it is read."""
         target = model_path() if path is None else Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         known = {key: value for key, value in asdict(self).items() if value is not None}
@@ -121,8 +124,8 @@ def known_machine(path: str | os.PathLike[str] | None = None) -> Machine:
     """The model in the file, or the built-in one if there is no file.
 
     Args:
-        path: of the file, or the name of a machine that comes with Tessel, as "jean-zay"; by
-            default the file of this machine. A file that is asked for and is not there raises.
+        path: the file, or the name of a machine that comes with Tessel, such as "jean-zay"; by
+            default the file of this machine. If a given file does not exist, it raises.
 
     >>> known_machine("jean-zay").cores
     40
@@ -153,7 +156,7 @@ def known_machine(path: str | os.PathLike[str] | None = None) -> Machine:
 
 
 def _machine(found: Any) -> Machine:
-    """A model from what a file says; ValueError names the key that is wrong."""
+    """A model from the contents of a file; ValueError names the invalid key."""
     if not isinstance(found, dict):
         raise ValueError(f"it must be an object with keys, got {type(found).__name__}")
     known = {field.name for field in fields(Machine)} | {"notes"}  # which are for readers
@@ -202,7 +205,7 @@ def _count(where: str, value: Any) -> int:
 
 
 def built_in() -> Machine:
-    """A small machine with two cores, for when none was measured."""
+    """The model of a small machine with two cores, used if none was measured."""
     return Machine(
         2,
         (

@@ -26,12 +26,12 @@ class ParReduce(Leaf):
 
     Every worker has the sum and may differentiate it: the gradient of `sum(R * x)` is one
     everywhere, on any number of workers. The adjoint lets every worker use a shared value as its
-    own, and moves nothing. The operator acts on what each worker has, also in products with
-    operators that are not distributed: `R @ A` sums what A gives on each worker.
+    own, and moves nothing. The operator acts on each worker's tensor, also in products with
+    operators that are not distributed: `R @ A` sums the results of A.
 
     Args:
         T: a dtype of torch.
-        shape: of the tensors; by default any, in a product that of the neighbouring factor.
+        shape: the shape of the tensors; by default any, in a product that of the adjacent factor.
         partition: the workers; by default all of the job.
 
     >>> import tessel, torch
@@ -49,7 +49,7 @@ class ParReduce(Leaf):
         self.partition.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """The state without attributes of this process."""
         return {k: v for k, v in self.__dict__.items() if k != "_agreement"}
 
     def sized(self, shape: Shape) -> Self:
@@ -68,20 +68,20 @@ class ParReduce(Leaf):
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if not self.partition.active:
             return x.clone()
-        # Copies of a sum are one shared value: where some worker needs its gradient, all do.
-        self.partition.prepare()  # of a copy
+        # Copies of a sum are one shared value: if some worker needs its gradient, all do.
+        self.partition.prepare()  # for a copy
         operator, meta = self._agreement.agree_on(x)
         return operator.apply(entered(x, meta))
 
     def try_on(self, device: str) -> None:
-        """Torch adds all numbers that can be moved; nothing is sent to find that out."""
+        """Do nothing: torch adds all numbers that can be moved, and no message is sent to try."""
 
     @property
     def reductions(self) -> tuple[ParReduce, ...]:
         return (self,)
 
     def check_together(self, operator: ParOperator, x: Tensor) -> None:
-        """Raise on all workers if what they pass to an operator with this in it does not fit."""
+        """Raise on all workers if the tensors for an operator that contains this one do not fit."""
         if not self.partition.active or not self.is_sized:
             return
         [(shapes, meta)], _ = agree(self.partition, f"{operator!r}", x)

@@ -24,7 +24,7 @@ class ParRestriction(Leaf):
     Args:
         T: a dtype of torch.
         n: the length.
-        ranges: which indices to keep: ranges or pairs (start, stop), ascending and disjoint.
+        ranges: the indices to keep: ranges or pairs (start, stop), ascending and disjoint.
 
     >>> import tessel, torch
     >>> R = tessel.ParRestriction(torch.float32, 6, [range(0, 2), range(5, 6)])
@@ -76,8 +76,8 @@ class ParRestriction(Leaf):
         return tuple(i for start, stop in self.ranges for i in range(start, stop))
 
     def split(self, intervals: Sequence[Interval]) -> tuple[Interval, ...]:
-        """The parts of a result whose input lies in these parts, nothing of which moves."""
-        # Part k begins where the first kept index does that is not before the part: so parts of the
+        """The parts of a result for these parts of the input, without moving anything."""
+        # Part k begins at the first kept index that is not before the part: so parts of the
         # result are consecutive, and each worker has its own already.
         starts = [start for start, _ in intervals]
         if self.is_swapped:
@@ -91,7 +91,7 @@ class ParRestriction(Leaf):
         return self.act_on_part(x, first, (0, self.source.numel))
 
     def act_on_part(self, x: Tensor, first: int, part: Interval) -> Tensor:
-        """The same where a worker has, or gets, only the part `part` of the `n` indices."""
+        """`act` where a worker has, or gets, only the part `part` of the `n` indices."""
         order = self.order_after(order_of(x), [first])
         x, at, (start, stop) = x.permute(order), order.index(first), part
         common = [overlap(each, part) for each in self.ranges]
@@ -99,7 +99,7 @@ class ParRestriction(Leaf):
         if not self.is_swapped:
             parts = [x.narrow(at, begin, length) for begin, length in pieces]
             return torch.cat(parts or [x.narrow(at, 0, 0)], at).permute(inverse_of(order))
-        # One `cat`, whose derivative is views, not writes into zeros, each of them recorded.
+        # One `cat`, whose derivative consists of views, not of writes into zeros.
         parts, end, kept = [], 0, 0
         for begin, length in pieces:
             parts += [_zeros(x, at, begin - end), x.narrow(at, kept, length)]
@@ -108,7 +108,7 @@ class ParRestriction(Leaf):
         return torch.cat(parts, at).permute(inverse_of(order))
 
     def order_after(self, order: MemoryOrder, dims: list[int]) -> MemoryOrder:
-        """What is put back among zeros is mostly transformed next: that dimension lies last."""
+        """The order with this dimension last, as it is usually transformed next."""
         if not self.is_swapped:
             return order
         return (*(dim for dim in order if dim not in dims), *dims)

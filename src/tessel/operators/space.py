@@ -1,4 +1,4 @@
-"""Spaces: what an operator takes and gives, known before anything runs."""
+"""Spaces: the shapes and dtypes of an operator's input and output, known before it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorSpace:
     is_complex: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Asked for in every call: attributes, as compilers do not look into cached properties.
+        # Read in every call: attributes, as compilers do not trace cached properties.
         object.__setattr__(self, "numel", prod(self.shape))
         object.__setattr__(self, "is_complex", self.dtype in REAL_OF)
 
@@ -55,7 +55,7 @@ def complex_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def checked_dtype(name: str, dtype: Any) -> torch.dtype:
-    """A dtype that operators know; ValueError for others."""
+    """The dtype, if operators support it; ValueError for others."""
     if dtype not in DTYPES:
         known = ", ".join(str(each) for each in DTYPES)
         raise ValueError(f"{name}: T must be one of {known}, got {dtype!r}")
@@ -63,7 +63,7 @@ def checked_dtype(name: str, dtype: Any) -> torch.dtype:
 
 
 def checked_length(name: str, what: str, length: Any) -> int:
-    """A length of at least one; ValueError for others."""
+    """The length, if it is an integer of at least one; ValueError otherwise."""
     try:
         number = as_int(length)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Storage: which part of each parameter a worker stores, and which a step needs."""
+"""Storage: the part of each parameter that a worker stores, and the part that a step needs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def leaves_of(task: OperatorTask) -> tuple[Leaf, ...]:
 
 
 def whole(leaf: Leaf, here: Layout) -> Layout:
-    """All of a parameter on every worker of a grid."""
+    """The layout of a parameter that every worker of a grid has whole."""
     shape = leaf.parameter_shape
     assert shape is not None
     return Layout.whole(here.partition, shape)
 
 
 def needed(leaf: Leaf, task: OperatorTask, here: Layout) -> Layout:
-    """What workers need of a parameter to do a task on a tensor that lies so."""
+    """The layout in which workers need a parameter for a task on a tensor with this layout."""
     shape = leaf.parameter_shape
     assert shape is not None
     if task.terms:
@@ -42,7 +42,7 @@ def needed(leaf: Leaf, task: OperatorTask, here: Layout) -> Layout:
 
 
 def storage_of(plan: OperatorPlan) -> Storage:
-    """Each parameter lies where it is needed first."""
+    """The layout of each parameter: the one in which it is needed first."""
     found: Storage = {}
     for step in plan.every_step():
         for task in step.group if isinstance(step, Local) else ():
@@ -50,17 +50,17 @@ def storage_of(plan: OperatorPlan) -> Storage:
                 if leaf not in found:  # later uses get it from there, by a movement
                     used = needed(leaf, task, step.before)
                     lengths = enumerate(used.shape)
-                    # Where some worker needs all of it anyway, splitting would only cost messages.
+                    # If some worker needs all of it anyway, splitting would only cost messages.
                     is_all = all(length == 1 or undivided(used, dim) for dim, length in lengths)
                     found[leaf] = whole(leaf, used) if is_all else used
     return found
 
 
 def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
-    """How many values of a parameter a worker sends to those who need them, in how many messages.
+    """The number of values of a parameter that a worker sends to others, and of messages.
 
     Workers that differ along other axes than those that split `stored` have copies, and each takes
-    from the one beside it: so what is needed comes from workers along these axes only.
+    from the nearest one: so values come from workers along these axes only.
     """
     if alike(stored, used):
         return 0, 0
@@ -87,7 +87,7 @@ def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int
 
 
 def _neighbours(partition: Partition, worker: int, axes: list[int]) -> list[int]:
-    """All workers that differ along these axes only, itself included."""
+    """All workers that differ along these axes only, including this one."""
     coordinates = list(partition.coordinates(worker) or ())
     found = []
     for at in product(*(range(partition.shape[axis]) for axis in axes)):

@@ -1,8 +1,8 @@
-"""Tasks: what applying an operator does, one step of it along some dimensions after the other.
+"""Tasks: the steps of applying an operator, each along some dimensions.
 
-A tree of operators becomes a list of tasks. Two of them may change places if they act along
+A tree of operators becomes a list of tasks. Two of them may be swapped if they act along
 different dimensions, unless one makes the numbers complex that the other needs: so each kind of
-task comes when it costs the least.
+task is done when it costs the least.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LeafValues = Mapping[Any, Tensor]  # of parameters, whole or this worker's parts
 
 @dataclass(frozen=True, eq=False)
 class OperatorTask:
-    """Something that acts along `dims` of a tensor: a leaf, a number or a sum."""
+    """An action along `dims` of a tensor: a leaf, a number or a sum."""
 
     actor: Any  # Leaf, Scaling or OperatorSum
     dims: tuple[int, ...]
@@ -56,7 +56,7 @@ class OperatorTask:
 
     @cached_property
     def changes_numbers(self) -> bool:
-        """Whether numbers become complex or real, be it in between only."""
+        """Whether numbers become complex or real, even if only in between."""
         if self.terms:
             return any(task.changes_numbers for each in self.terms for task in each.expand(0))
         return self.turns
@@ -76,7 +76,7 @@ class OperatorTask:
 
     @cached_property
     def effort(self) -> float:
-        """The operations for each number of the input, at least one."""
+        """The number of operations for each number of the input, at least one."""
         if self.terms:
             return 1.0
         shape = self.source.shape
@@ -84,7 +84,7 @@ class OperatorTask:
         return max(1.0, flops / max(1, self.source.numel))
 
     def flops(self, shape: Shape) -> float:
-        """How many operations it takes on a local tensor of this shape."""
+        """The number of operations on a local tensor of this shape."""
         if self.terms:
             return sum(count_flops(each.expand(self.dims[0]), shape) for each in self.terms)
         return self.actor.flops(shape, self.dims)
@@ -101,8 +101,9 @@ class OperatorTask:
         """Whether an earlier task must stay earlier."""
         if set(self.dims) & set(earlier.dims):
             return True
-        # The numbers of a tensor are real or complex along all dimensions at once: a task that
-        # takes complex ones cannot come before the one that makes them, wherever it acts.
+        # All numbers of a tensor are real, or all are complex: a task that takes complex ones
+        # cannot
+        # come before the one that makes them, along whatever dimension.
         if earlier.changes_numbers:
             return self.source.is_complex or self.changes_numbers
         return self.changes_numbers and earlier.source.is_complex
@@ -110,7 +111,7 @@ class OperatorTask:
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """A number that multiplies."""
+    """A multiplication by a number."""
 
     number: complex
     domain: TensorSpace  # without dimensions
@@ -129,7 +130,7 @@ class Scaling:
 
 
 def count_flops(tasks: Iterable[OperatorTask], shape: Shape) -> float:
-    """The operations of tasks, one after the other, on a tensor of this shape."""
+    """The number of operations of consecutive tasks on a tensor of this shape."""
     total = 0.0
     for task in tasks:
         total += task.flops(shape)
@@ -138,12 +139,12 @@ def count_flops(tasks: Iterable[OperatorTask], shape: Shape) -> float:
 
 
 def ordered(tasks: Sequence[OperatorTask]) -> tuple[tuple[OperatorTask, ...], ...]:
-    """All tasks in the order that computes the least, those that are one call together."""
+    """All tasks in the order that computes the least, grouped by calls."""
     return grouped(cheapest(Waiting(tasks), lambda task: True))
 
 
 class Waiting:
-    """Tasks that are not done yet, and which of them can be next."""
+    """The tasks that are not done yet, with those that can be next."""
 
     def __init__(self, tasks: Sequence[OperatorTask]) -> None:
         self.tasks = list(tasks)
@@ -156,13 +157,13 @@ class Waiting:
         return bool(self.tasks)
 
     def ready(self) -> list[OperatorTask]:
-        """Those that wait for no other."""
+        """The tasks that wait for no other."""
         left = set(self.tasks)
         return [task for task in self.tasks if not left & set(self._after[task])]
 
     def prospect(self, task: OperatorTask) -> float:
-        """How much a tensor grows for each operation, by this task and some behind it along its
-        dims: of independent ones, what has the least is done first."""
+        """The growth of a tensor per operation, by this task and some after it along its
+        dims: among independent tasks, the one with the least is done first."""
         # The rule for jobs in chains: with growth g and effort e, doing chain A before B is cheaper
         # if (g_A - 1) / e_A is smaller; of a chain its best beginning counts.
         best, growth, effort = float("inf"), 1.0, 0.0
@@ -170,7 +171,7 @@ class Waiting:
             if each is not task and not set(each.dims) & set(task.dims):
                 continue
             if each.terms and each is not task:
-                break  # its effort is not known before its terms are planned
+                break  # its effort is unknown before its terms are planned
             effort += growth * each.effort
             growth *= each.growth
             best = min(best, (growth - 1) / effort)
@@ -180,7 +181,7 @@ class Waiting:
         self.tasks.remove(task)
 
     def copy(self) -> Waiting:
-        new = Waiting(())  # which task waits for which stays as it is, and took long to find out
+        new = Waiting(())  # the dependencies stay the same, and take long to find
         new.tasks, new._after = list(self.tasks), self._after
         return new
 
@@ -188,19 +189,19 @@ class Waiting:
 def cheapest(
     waiting: Waiting, is_possible: Callable[[OperatorTask], bool]
 ) -> Iterator[OperatorTask]:
-    """Do what is possible, what shrinks the tensor first and what makes it grow last."""
+    """Do tasks in a possible order: those that shrink the tensor first, those that grow it last."""
     while True:
         possible = [task for task in waiting.ready() if is_possible(task)]
         if not possible:
             return
-        # Of tasks alike the first written one: all workers must come to the same order.
+        # Among equal tasks the first written one: all workers must choose the same order.
         task = min(possible, key=lambda each: (waiting.prospect(each), each.growth))
         waiting.done(task)
         yield task
 
 
 def grouped(tasks: Iterable[OperatorTask]) -> tuple[tuple[OperatorTask, ...], ...]:
-    """Neighbours that one call can do together: Fourier transforms along several dimensions."""
+    """Adjacent tasks that one call can do: Fourier transforms along several dimensions."""
     groups: list[tuple[OperatorTask, ...]] = []
     for task in tasks:
         join = getattr(task.actor, "joins", None)
@@ -214,7 +215,7 @@ def grouped(tasks: Iterable[OperatorTask]) -> tuple[tuple[OperatorTask, ...], ..
 
 
 def dtype_after(group: Iterable[OperatorTask], dtype: torch.dtype) -> torch.dtype:
-    """The type of the numbers that tasks make of others."""
+    """The dtype of the numbers after tasks."""
     for task in group:
         if task.turns:
             dtype = task.target.dtype
@@ -222,7 +223,7 @@ def dtype_after(group: Iterable[OperatorTask], dtype: torch.dtype) -> torch.dtyp
 
 
 def order_after(group: tuple[OperatorTask, ...], order: MemoryOrder) -> MemoryOrder:
-    """How the dimensions most likely lie in memory after tasks on a tensor that lies so."""
+    """The likely order of dimensions in memory after tasks, given the order before."""
     dims = [dim for task in group for dim in task.dims]
     after: Callable[[MemoryOrder, list[int]], MemoryOrder] | None = getattr(
         group[0].actor, "order_after", None

@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, seconds, operations, and tables of them."""
+"""Readable numbers: bytes, seconds, operations, and tables of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_RANKED = 8  # rows
 
 
 def table_of_numbers(first: str, *others: str, header_style: str = "bold") -> Table:
-    """A table without lines, whose first column has names, and the others numbers."""
+    """A table without lines, with names in the first column, and numbers in the others."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=header_style)
     table.add_column(first, no_wrap=True)
     for title in others:
@@ -21,7 +21,7 @@ def table_of_numbers(first: str, *others: str, header_style: str = "bold") -> Ta
 
 
 def ranking(first: str, *others: str, rows: Sequence[Sequence[str]]) -> Group:
-    """A table of what was compared, the best first, of which it shows a few."""
+    """A table of what was compared, the best first, limited to a few rows."""
     table = table_of_numbers(first, *others)
     for number, row in enumerate(rows[:MOST_RANKED]):
         table.add_row(*row, style="" if number else "bold green")
@@ -30,7 +30,7 @@ def ranking(first: str, *others: str, rows: Sequence[Sequence[str]]) -> Group:
 
 
 def num_bytes(count: float) -> str:
-    """A number of bytes for people.
+    """A number of bytes in readable form.
 
     >>> num_bytes(512), num_bytes(1536), num_bytes(4 * 2**20)
     ('512 B', '1.5 KiB', '4 MiB')
@@ -44,7 +44,7 @@ def num_bytes(count: float) -> str:
 
 
 def num_seconds(seconds: float) -> str:
-    """A time for people.
+    """A time in readable form.
 
     >>> num_seconds(0.25), num_seconds(0.0000125), num_seconds(90)
     ('250 ms', '12.5 µs', '90 s')
@@ -56,7 +56,7 @@ def num_seconds(seconds: float) -> str:
 
 
 def num_flops(count: float) -> str:
-    """A number of operations for people.
+    """A number of operations in readable form.
 
     >>> num_flops(0), num_flops(1536), num_flops(2.5e9)
     ('0', '1.54 k', '2.5 G')
