@@ -171,6 +171,37 @@ def test_imaging_stands_on_what_packages_export() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_imaging_imports_what_the_reference_lists() -> None:
+    """For its users, or in the section for authors of packages, which lists nothing else."""
+    page = (SOURCE.parents[1] / "docs" / "reference.md").read_text()
+    public = {*re.findall(r"^::: tessel\.(\w+)$", page, re.MULTILINE)}
+    section = page.partition("## For authors of packages\n")[2].partition("\n## ")[0]
+    listed: set[tuple[str, str]] = set()
+    for table in section.split("\n| from ")[1:]:
+        head, *rows = table.splitlines()
+        names = {name for row in rows for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
+        homes = {name: re.findall(r"`(tessel\.\w+)`", head) for name in names}
+        for name, packages in homes.items():
+            (home,) = [each for each in packages if hasattr(importlib.import_module(each), name)]
+            listed.add((home, name))
+    arithmetic = {
+        *re.findall(r"`(\w+)`", section.partition("| split arithmetic: ")[2].split(";")[0])
+    }
+    found: set[tuple[str, str]] = set()
+    for path in (MODULES[name] for name in MODULES if component(name) == "imaging"):
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tessel."):
+                if component(str(node.module)) != "imaging":
+                    found |= {(str(node.module), alias.name) for alias in node.names}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "transport":
+                    found.add(("tessel.transport", node.attr))
+                assert node.value.id != "boxes" or node.attr in arithmetic, node.attr
+    missing = found - listed
+    assert {name for _, name in missing} <= public, missing
+    assert listed <= found, "imaging does without"
+
+
 def test_workers_agree_in_one_module() -> None:
     """What others say before data is sent is compared in `core/agreement.py`, for all of Tessel."""
     # clocks are told, and nothing is compared; a trace looks at what is
