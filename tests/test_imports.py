@@ -405,6 +405,13 @@ def test_reading_makes_no_group() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("name", ["boxes", "layout", "linop", "move", "partition", "windows"])
+def test_modules_of_the_kernel_have_their_former_names(name: str) -> None:
+    """The same modules: a class that was saved under its former name is the class of today."""
+    former = importlib.import_module(f"tessel.{name}")
+    assert former is importlib.import_module(f"tessel.core.{name}")
+
+
 def test_no_banners() -> None:
     """A comment says why; what a file is divided into is said by its names."""
     banner = re.compile(r"^\s*# ?--", re.MULTILINE)

@@ -4,6 +4,8 @@ This module exports the public interface. It may import every package except `cl
 import it.
 """
 
+import importlib as _importlib
+import sys as _sys
 from typing import Any as _Any
 
 # First of all: the kernel imports `transport`, which imports `core.boxes`. If something imported
@@ -77,6 +79,12 @@ from tessel.tensor import sum as sum
 from tessel.tensor import zeros as zeros
 from tessel.tracing import trace as trace
 from tessel.version import __version__ as __version__
+
+# The kernel's modules were in this package before `core`. Code that imports them from here, and
+# files of `torch.save`, which names classes by their modules, still find them.
+for _name in ("boxes", "windows", "partition", "layout", "plan", "move", "linop", "agreement"):
+    _module = _importlib.import_module(f"tessel.core.{_name}")
+    globals()[_name] = _sys.modules[f"tessel.{_name}"] = _module
 
 # Names that documents have in `nn`, for what works on whole models and stands above it.
 for _name in (
