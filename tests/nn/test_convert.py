@@ -1,6 +1,6 @@
 """Whole torch models over a partition: the same numbers as in one process, and nothing lost.
 
-Tests `nn/convert.py`, `nn/nesting.py`, `core/context.py`.
+Tests `nn/convert.py`, `core/context.py`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from tessel.nn.layer import (
     needs_of,
     parts_agreement,
 )
-from tessel.nn.nesting import nested, tensors_in
+from tessel.nn.nesting import members_of, nested, packed_in, tensors_in
 from tessel.nn.replacements import place_regions
 from tessel.nn.wrapped import (
     check_alike,
@@ -652,18 +652,27 @@ class Entrance(HasHandle):
         P_x = self.conversion.P_x
         found = [each for each in given if not is_spread(each)]
         dims = tuple(each.dim() for each in found)
-        # Axis d splits dimension d, so that what has other dimensions is no part, and is whole.
-        parts = [each for each in found if each.dim() == P_x.dim]
+        # Axis d splits dimension d, so that what has other dimensions is no part, and is whole. So
+        # is what is packed: its rows are those of all samples in turn.
+        packed = packed_in(args, kwargs)
+        in_packed = {id(each) for sequence in packed for each in tensors_in(*sequence)}
+        parts = [each for each in found if each.dim() == P_x.dim and id(each) not in in_packed]
         late = self.conversion.late_form(self.module, contents)
-        if not parts and not late and len(found) < len(given):
+        nothing_is_split = not parts and len(found) == len(given)
+        unclear = [
+            each
+            for each in packed
+            if not is_spread(each.data) and (nothing_is_split or each.data.dim() == P_x.dim)
+        ]
+        if not (parts or late or unclear) and len(found) < len(given):
             return args, kwargs
         # where nothing is a part, what there is raises on all workers
         brought: list[Any] = parts
-        if not parts and len(found) == len(given):
+        if nothing_is_split:
             brought = [next(iter(found), None)]
         flags, is_off = needs_of(contents.parameters)
         plan = buckets.planned_uses()
-        state = (dims, self.module.training, is_off, plan, late, *flags)
+        state = (dims, len(unclear), self.module.training, is_off, plan, late, *flags)
         calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
         if state not in calls:
             mode = "training" if self.module.training else "evaluation"
@@ -674,20 +683,29 @@ class Entrance(HasHandle):
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
                 f"dimensions, and {buckets.described(plan)}"
             )
+            if unclear:
+                call += ", of which some are those of a PackedSequence"
             if late:
                 call += f"; put in since the last call: {late[:8]}"
             calls[state] = call, f"{call} {state}"
         call, identity = calls[state]  # in words, and all in which workers must be alike
         names = [f"input {number}" for number in range(len(brought))]
         held, _ = agree(P_x, call, *brought, names=names, identity=identity)
-        if late:  # on all workers, as they have just agreed
+        if unclear:  # on all workers, as they have just agreed
+            raise ValueError(
+                f"{type(self.module).__name__}: expected parts, which workers have of each sample, "
+                f"got a PackedSequence of plain tensors, whose rows are those of all samples in "
+                f"turn; pack a spread tensor, pack_padded_sequence(tessel.spread(x, grid), …), or "
+                f"pass padded parts and all lengths to a model that packs them"
+            )
+        if late:
             self.conversion.take_in(self.module, contents)
         # in the order of `nested` below
         entries = iter([(lies(P_x, tuple(shapes.items())), meta) for shapes, meta in held])
 
         def enter(value: Any) -> Any:
             is_plain = isinstance(value, Tensor) and not is_spread(value)
-            if not is_plain or value.dim() != P_x.dim:
+            if not is_plain or value.dim() != P_x.dim or id(value) in in_packed:
                 return value
             layout, meta = next(entries)
             part = entered(value, meta, not layout.is_outside)
@@ -704,9 +722,11 @@ def _has_recurrence(handle: str) -> bool:
 
 
 def as_parts(result: Any) -> Any:
-    """What a model gives to a caller who gave it parts."""
+    """What a model gives to a caller who gave it parts; packed sequences are whole."""
     return nested(
-        lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y, result
+        lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
+        result,
+        lambda packed: nested(lambda y: y.full() if isinstance(y, SpreadTensor) else y, packed),
     )
 
 
@@ -724,8 +744,7 @@ def _check_untraced(module: nn.Module, arguments: Any) -> None:
             around = frame.f_locals["self"]
         frame = frame.f_back  # type: ignore[assignment]
     is_graph = isinstance(around, GraphModule) and around is not module
-    seen: list[Any] = []
-    nested(seen.append, arguments)
+    seen = members_of(arguments)
     is_traced = torch.jit.is_tracing() or any(isinstance(each, Proxy) for each in seen)
     if is_graph or is_traced:
         raise NotImplementedError(

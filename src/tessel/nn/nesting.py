@@ -2,6 +2,7 @@
 
 Besides lists, tuples, dictionaries and what is registered with torch's `pytree`, these are
 dataclasses, subclasses of lists and dictionaries, and `collections.UserDict`, as tokenizers give.
+A `PackedSequence` is a named tuple of tensors, of which none is in the order of the samples.
 """
 
 from __future__ import annotations
@@ -13,21 +14,36 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 from tessel.tensor.table import mapped
 
 
-def nested(change: Callable[[Any], Any], value: Any) -> Any:
+def nested(
+    change: Callable[[Any], Any],
+    value: Any,
+    repack: Callable[[PackedSequence], PackedSequence] | None = None,
+) -> Any:
     """The same nesting with other members; dataclasses are copied, and not made anew.
+
+    Args:
+        change: what a member becomes.
+        value: the nesting.
+        repack: what a packed sequence becomes, if not the one of its changed members.
 
     >>> nested(lambda x: x + 1, {"a": [1, 2]})
     {'a': [2, 3]}
     """
 
+    def inside(value: Any) -> Any:
+        return nested(change, value, repack)
+
     def changed(leaf: Any) -> Any:
         if not _is_ours(leaf):
             return change(leaf)
+        if isinstance(leaf, PackedSequence):
+            return repack(leaf) if repack else type(leaf)(*[inside(each) for each in leaf])
         try:
             new = copy(leaf)
         except TypeError:  # a dictionary that cannot be made without arguments
@@ -37,14 +53,14 @@ def nested(change: Callable[[Any], Any], value: Any) -> Any:
         base = next((each for each in _DICTIONARIES if isinstance(leaf, each)), None)
         if base is not None:
             for key, member in leaf.items():  # round what its class makes of an assignment
-                base.__setitem__(new, key, nested(change, member))
+                base.__setitem__(new, key, inside(member))
         if isinstance(leaf, list):
-            new[:] = [nested(change, member) for member in leaf]
+            new[:] = [inside(member) for member in leaf]
         for field in fields(leaf) if is_dataclass(leaf) else ():
             if isinstance(leaf, dict) and field.name in leaf:  # as outputs of diffusers have both
                 member = new[field.name]
             elif hasattr(leaf, field.name):
-                member = nested(change, getattr(leaf, field.name))
+                member = inside(getattr(leaf, field.name))
             else:
                 continue
             object.__setattr__(new, field.name, member)  # of a frozen one, too, as it is a copy
@@ -59,16 +75,32 @@ def nested(change: Callable[[Any], Any], value: Any) -> Any:
     )
 
 
-def tensors_in(*values: Any) -> list[Tensor]:
-    """All tensors, in the order in which `nested` comes to them."""
-    found: list[Tensor] = []
+def members_of(*values: Any) -> list[Any]:
+    """All members, in the order in which `nested` comes to them."""
+    found: list[Any] = []
 
     def note(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            found.append(value)
-        return value
+        found.append(value)
+        return value  # as it was: some containers cannot be made of anything else
 
     nested(note, values)
+    return found
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """All tensors, in the order in which `nested` comes to them."""
+    return [each for each in members_of(*values) if isinstance(each, Tensor)]
+
+
+def packed_in(*values: Any) -> list[PackedSequence]:
+    """All packed sequences, in the order in which `nested` comes to them."""
+    found: list[PackedSequence] = []
+
+    def note(packed: PackedSequence) -> PackedSequence:
+        found.append(packed)
+        return packed
+
+    nested(lambda member: member, values, note)
     return found
 
 
@@ -80,4 +112,4 @@ def _is_ours(value: Any) -> bool:
         return False
     if is_dataclass(value):
         return not isinstance(value, type)
-    return isinstance(value, (*_DICTIONARIES, list))
+    return isinstance(value, (*_DICTIONARIES, list, PackedSequence))
