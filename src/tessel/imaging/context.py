@@ -22,7 +22,7 @@ from tessel.tensor import seeded
 SHARDINGS = ("round_robin", "block")
 DEVICE_MODES = (None, "cpu", "gpu")
 BACKENDS = (None, "gloo", "nccl")
-SHARED = -1  # in the place of an item: what all workers draw together
+SHARED = -1  # in place of an item: for numbers that all workers draw together
 OUTSIDE = (
     "the workers can be reached inside of the context: write `with DistributedContext() as ctx:` "
     "around this"
@@ -33,24 +33,24 @@ class DistributedContext:
     """The workers of this job, this worker's device, and which items each worker has.
 
     Under `torchrun` or `tessel run` entering a context joins the job, and leaving it leaves the
-    job: contexts may follow each other. A job that runs already, since `tessel.world()`, an outer
-    context or `torch.distributed.init_process_group` started it, goes on after the context. In a
-    plain `python script.py` there is one worker. All workers enter and leave a context together,
-    but one that raises inside waits for nobody on its way out: its own traceback ends the job.
+    job: contexts may follow each other. A job that was already started, by `tessel.world()`, an
+    outer context or `torch.distributed.init_process_group`, continues after the context. In a plain
+    `python script.py` there is one worker. All workers enter and leave a context together, but one
+    that raises inside does not wait for the others: its own traceback ends the job.
 
     Args:
-        backend: "gloo" or "nccl"; None for what fits the devices.
-        sharding: how items are given to workers, "round_robin" or "block".
-        seed: of torch's random numbers, the same argument on all workers: worker k draws from
-            `seed + k`, so that workers draw different numbers. What must be equal is drawn in
-            `shared_random()`. What is drawn for item i, in a factory or for the noise of
-            measurement i, depends on the seed and on i alone, so that results do not depend on the
-            number of workers; without a seed, on a number that worker 0 draws, and on i.
-        device_mode: "cpu", "gpu", or None for a GPU where there is one; workers of a host with
+        backend: "gloo" or "nccl"; None for the one that fits the devices.
+        sharding: how items are assigned to workers, "round_robin" or "block".
+        seed: the seed of torch's random numbers, the same on all workers: worker k draws from
+            `seed + k`, so that workers draw different numbers. Draw numbers that must be equal in
+            `shared_random()`. The numbers of item i, in a factory or for the noise of measurement
+            i, depend only on the seed and on i, so that results do not depend on the number of
+            workers; without a seed, on a number that worker 0 draws, and on i.
+        device_mode: "cpu", "gpu", or None for a GPU if there is one; workers of a host with
             fewer GPUs share them, and a warning says so.
-        debug: compare, at each update of a signal and each input of an operator, what the workers
-            hold of one shared value, and raise where they drifted apart. None: what the
-            environment variable TESSEL_DEBUG says, 1 or 0.
+        debug: compare the workers' copies of shared values at each update of a signal and each
+            input of an operator, and raise if they diverged. None: the environment variable
+            TESSEL_DEBUG, 1 or 0.
         cleanup: leave the job on exit if this context joined it.
         seed_offset: False: all workers draw from `seed`, the same numbers.
         deterministic: let cuDNN compute in the same way each time, until the context is left.
@@ -93,11 +93,12 @@ class DistributedContext:
         self._partition: Partition | None = None
         self._known: tuple[int, int, bool, torch.device] | None = None
         self._shared_seed = 0
-        self._num_shared = 0  # how many blocks of `shared_random` there were
+        self._num_shared = 0  # the number of `shared_random` blocks so far
 
     def __enter__(self) -> Self:
-        with ExitStack() as exits:  # what fails below leaves the job, too
-            # Only who joined the job leaves it: contexts may be nested, or lie in a running job.
+        with ExitStack() as exits:  # an error below also leaves the job
+            # Only the context that joined the job leaves it: contexts may be nested, or in a
+            # running job.
             joins = transport.start(self.backend)
             if joins and self.cleanup:
                 exits.push(self._leave)
@@ -115,7 +116,7 @@ class DistributedContext:
                 f"seed_offset={self.seed_offset}, debug={self.debug}, "
                 f"cleanup={self.cleanup}){problem}"
             )
-            # What workers tell is a signed number of 64 bits, a seed an unsigned one.
+            # Agreements exchange signed numbers of 64 bits; a seed is unsigned.
             _, told = agree(partition, call, numbers=[torch.initial_seed() % 2**63])
             if problem:
                 raise ValueError(f"DistributedContext{problem}")
@@ -134,15 +135,15 @@ class DistributedContext:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        """Leave the job if this context joined it; on the way of an error, wait for nobody."""
+        """Leave the job if this context joined it; after an error, without waiting for others."""
         self._exits.pop().__exit__(kind, *error)
 
     def _leave(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
-            if kind is None:  # others may still wait for what this worker has sent
+            if kind is None:  # others may still wait for messages of this worker
                 agree(self.partition, "the end of a DistributedContext")
         except WorkerLost:
-            pass  # it has failed, and says so itself: there is nobody to wait for
+            pass  # another worker failed, and reports it itself: there is nobody to wait for
         finally:
             self._partition = None
             transport.leave()
@@ -156,7 +157,7 @@ class DistributedContext:
 
     @property
     def device(self) -> torch.device:
-        """Where this worker computes."""
+        """The device of this worker."""
         return self._entered[3]
 
     @property
@@ -171,7 +172,7 @@ class DistributedContext:
 
     @property
     def is_dist(self) -> bool:
-        """Whether this process belongs to a job of `torch.distributed`, be it of one worker."""
+        """Whether this process belongs to a job of `torch.distributed`, even of one worker."""
         return self._entered[2]
 
     @property
@@ -181,7 +182,7 @@ class DistributedContext:
         return self._known
 
     def local_indices(self, num_items: int) -> list[int]:
-        """The items of this worker, of so many."""
+        """The items of this worker, out of `num_items`."""
         return local_indices(num_items, self.rank, self.world_size, self.sharding)
 
     def owner(self, item: int, num_items: int) -> int:
@@ -193,13 +194,13 @@ class DistributedContext:
         return sorted({self.owner(item, num_items) for item in range(num_items)})
 
     def seed_for(self, call: str) -> int:
-        """The seed of what items draw in a call, which all workers make together.
+        """The seed of the random numbers of items in a call, which all workers make together.
 
-        That of the context. Without one it is a number that worker 0 draws, from torch's generator:
-        workers that were seeded alike would draw the same numbers for different items.
+        It is the seed of the context. Without one it is a number that worker 0 draws from torch's
+        generator: workers with equal seeds would draw the same numbers for different items.
 
         Args:
-            call: in words, the same on all workers.
+            call: a description, the same on all workers.
         """
         own = 0 if self.seed is not None else int(torch.randint(2**62, (), device="cpu"))
         _, told = agree(self.partition, call, numbers=[own])
@@ -211,9 +212,9 @@ class DistributedContext:
         """Random numbers that depend on a seed and an item; without a seed, torch's own.
 
         Args:
-            item: for which numbers are drawn.
-            call: how often they were drawn for it before.
-            seed: what `seed_for` gave; None for that of the context.
+            item: the item for which numbers are drawn.
+            call: how often numbers were drawn for it before.
+            seed: the result of `seed_for`; None for the seed of the context.
         """
         own = self.seed if seed is None else seed
         return nullcontext() if own is None else seeded(seed_of(own, item, call), self.device)
@@ -222,9 +223,9 @@ class DistributedContext:
     def shared_random(self) -> Iterator[None]:
         """Let torch draw the same random numbers on all workers, which enter this together.
 
-        What is drawn depends on the seed and on how many such blocks came before, not on the
-        number of workers. After the block each worker goes on with its own numbers. Without a
-        seed, that of worker 0's generator is taken.
+        The numbers depend on the seed and on how many such blocks came before, not on the number of
+        workers. After the block each worker continues with its own numbers. Without a seed, that of
+        worker 0's generator is used.
 
         >>> import torch
         >>> from tessel.imaging import DistributedContext
@@ -237,7 +238,7 @@ class DistributedContext:
             yield
 
     def check_same(self, tensor: Tensor, layout: Layout, what: str) -> None:
-        """Raise on every worker if those that share a value hold different numbers of it."""
+        """Raise on every worker if workers that share a value hold different numbers."""
         if layout.partition.active and layout.partition.size > 1:
             found = _compared(layout, what, [tensor])
             if found is not None:
@@ -249,11 +250,11 @@ class DistributedContext:
                 )
 
     def check_same_state(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Raise on every worker if one holds other numbers in its copy of what all of them use.
+        """Raise on every worker if their copies of shared tensors differ.
 
         Args:
-            tensors: parameters and buffers, in an order that all workers have.
-            what: whose they are.
+            tensors: parameters and buffers, in the same order on all workers.
+            what: the owner of the tensors, for errors.
         """
         if self.world_size == 1:
             return
@@ -267,7 +268,7 @@ class DistributedContext:
             )
 
     def _chosen_device(self) -> tuple[torch.device, str]:
-        """Where this worker computes, and what is wrong with that."""
+        """The device of this worker, and what is wrong with it."""
         if self.device_mode == "cpu":
             return torch.device("cpu"), ""
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -286,7 +287,7 @@ class DistributedContext:
         return torch.device("cuda", place % gpus), ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Itself: what is copied, as a module that works in patches, stays among the workers."""
+        """Return the context itself: a copy, such as one of a module, stays among its workers."""
         return self
 
     def __repr__(self) -> str:
@@ -295,17 +296,17 @@ class DistributedContext:
 
 
 def _compared(layout: Layout, what: str, tensors: Iterable[Tensor]) -> tuple[int, int] | None:
-    """What `drifted` finds in the checksums of tensors that workers of a layout share."""
+    """The result of `drifted` for the checksums of tensors that workers of a layout share."""
     call = f"the comparison of {what}"
     _, told = agree(layout.partition, call, numbers=[checksum_of(tensors)])
     return drifted(layout, {worker: numbers[0] for worker, numbers in told.items()})
 
 
 def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
-    """The first worker whose checksum is another than that of the first holder of its part.
+    """The first worker whose checksum differs from that of the first holder of its part.
 
     Args:
-        layout: of what was summed.
+        layout: the layout of the tensors.
         sums: the checksum of each worker.
 
     Returns:
@@ -328,9 +329,9 @@ def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> l
     round_robin:  {i : i mod P = k}.    block:  the k-th of P runs, of lengths that differ by ≤ 1.
 
     Args:
-        num_items: how many items there are, 0 or more.
-        worker: the place k of the worker.
-        workers: their number P.
+        num_items: the number of items, 0 or more.
+        worker: the rank k of the worker.
+        workers: the number P of workers.
         sharding: "round_robin" or "block".
 
     >>> local_indices(5, 0, 2, "round_robin"), local_indices(5, 0, 2, "block")
@@ -347,7 +348,7 @@ def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> l
 
 
 def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
-    """The place of the worker that has an item, the inverse of `local_indices`.
+    """The rank of the worker that has an item, the inverse of `local_indices`.
 
     >>> owner(2, 5, 2, "round_robin"), owner(3, 5, 2, "block")
     (0, 1)
@@ -366,7 +367,7 @@ def seed_of(seed: int, item: int, call: int = 0) -> int:
     >>> seed_of(42, 0) == seed_of(42, 0), seed_of(42, 0) == seed_of(42, 1)
     (True, False)
     """
-    # Two checksums of 32 bits side by side, since torch takes seeds of 64. A sum of the numbers
-    # would give neighbouring seeds and items the same generator.
+    # Two checksums of 32 bits, since seeds of torch have 64. A sum of the numbers would give
+    # adjacent seeds and items the same generator.
     words = repr((seed, item, call)).encode()
     return zlib.crc32(words) << 32 | zlib.adler32(words)

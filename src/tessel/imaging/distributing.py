@@ -1,4 +1,4 @@
-"""distribute: one function that spreads what an inverse problem is made of over workers."""
+"""distribute: one function that spreads the parts of an inverse problem over workers."""
 
 from __future__ import annotations
 
@@ -48,20 +48,21 @@ def distribute(
     | "linear_physics" | the same, with adjoints | `DistributedStackedLinearPhysics` |
     | "data_fidelity" | one, a list, a stack, a function | `DistributedStackedFidelity` |
     | "denoiser" | a function of patches | `DistributedProcessing` |
-    | "prior" | one that has a denoiser | the same prior, its denoiser spread |
+    | "prior" | a prior with a denoiser | the same prior, with its denoiser spread |
     | "parameters" | one or several | the same, whose gradients are those of all workers |
-    | "module" | deepinv's `BaseOptim(unfold=True)` | the same, its parts spread |
+    | "module" | deepinv's `BaseOptim(unfold=True)` | the same, with its parts spread |
 
     Args:
-        object: what is spread. A function of (i, device, factory_kwargs) makes operator or data
-            fidelity i.
+        object: the object to spread. A function of (i, device, factory_kwargs) makes operator or
+            data fidelity i.
         ctx: the workers.
-        num_operators: how many a function makes.
-        type_object: what it is; "auto" tells by what it is or has, but for functions.
-        dtype: to which operators, data fidelities and denoisers are converted; None for none.
-        gather_strategy: of physics, see `DistributedStackedPhysics`.
+        num_operators: the number of objects that a function makes.
+        type_object: the kind of object; "auto" infers it from the class or the attributes, except
+            for functions.
+        dtype: the dtype to which operators, data fidelities and denoisers are converted, if any.
+        gather_strategy: for physics, see `DistributedStackedPhysics`.
         tiling_strategy: the `strategy` of a denoiser, see `DistributedProcessing`.
-        tiling_dims, patch_size, overlap, max_batch_size: of a denoiser, see there.
+        tiling_dims, patch_size, overlap, max_batch_size: for a denoiser, see there.
         checkpoint_batches, checkpoint_use_reentrant, checkpoint_preserve_rng_state: the same.
         kwargs: `factory_kwargs` of physics and data fidelities, `reduction` of data fidelities,
             `average` of parameters and modules: False sums gradients over the workers.
@@ -74,7 +75,7 @@ def distribute(
       (processor): Conv2d(1, 1, kernel_size=(3, 3), stride=(1, 1))
     )
     """
-    given, defaults = locals(), distribute.__kwdefaults__ or {}  # what was asked for, and what not
+    given, defaults = locals(), distribute.__kwdefaults__ or {}  # the arguments, and their defaults
     named = [name for name in defaults if name != "type_object"]
     asked = {name: given[name] for name in named if given[name] != defaults[name]} | kwargs
     make, _ = _KINDS[_agreed_kind(object, ctx, type_object, asked)]
@@ -84,9 +85,9 @@ def distribute(
 def _agreed_kind(
     given: Any, ctx: DistributedContext, type_object: str, asked: dict[str, Any]
 ) -> str:
-    """What the object is. All workers raise unless they pass the same arguments, of use for it.
+    """The kind of the object. All workers raise unless they pass the same arguments, valid for it.
 
-    So an argument that is refused is refused on all of them.
+    So an argument that is invalid on one worker raises on all of them.
     """
     kind, problem = type_object, ""
     if type_object not in ("auto", *_KINDS):
@@ -96,7 +97,7 @@ def _agreed_kind(
             kind = _kind_of(given)
         except ValueError as error:
             problem = str(error)
-    # Objects go by the names of their classes: what they say of themselves may be an address.
+    # Objects are compared by the names of their classes: their repr may contain an address.
     plain = str | int | float | tuple | list | torch.dtype | None
     said = {n: repr(v) if isinstance(v, plain) else type(v).__name__ for n, v in asked.items()}
     told = ", ".join(f"{name}={value}" for name, value in said.items())
@@ -112,7 +113,7 @@ def _agreed_kind(
 def _factory(
     given: Any, count: int | None, dtype: torch.dtype | None, kind: str
 ) -> tuple[Callable[..., Any], int]:
-    """A function that makes number i, and how many there are."""
+    """A function that makes object i, and the number of objects."""
     items = items_of(given)
     if items is not None:
         if count is not None and count != len(items):
@@ -151,7 +152,7 @@ def _data_fidelity(
     dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> DistributedStackedFidelity:
-    """One for all operators, or one for each from a list, a stack or a function."""
+    """One data fidelity for all operators, or one for each, from a list, a stack or a function."""
     if hasattr(given, "grad") and items_of(given) is None:
         made = on_device(given, ctx.device, dtype)
     else:
@@ -169,7 +170,7 @@ def _denoiser(
 
 
 def _prior(prior: Any, ctx: DistributedContext, **settings: Any) -> Any:
-    """The prior itself, whose denoiser works in patches; others than denoisers stay whole."""
+    """The prior itself, with a denoiser that works in patches; the rest stays as it is."""
     denoiser = getattr(prior, "denoiser", None)
     if denoiser is None:
         raise TypeError(
@@ -182,7 +183,7 @@ def _prior(prior: Any, ctx: DistributedContext, **settings: Any) -> Any:
 
 
 def _parameters(given: Any, ctx: DistributedContext, average: bool = True) -> Any:
-    """Let gradients of parameters be the mean or the sum of those of all workers."""
+    """Make gradients of parameters the mean or the sum over all workers."""
     several = list(given) if isinstance(given, list | tuple) else [given]
     for number, each in enumerate(several):
         if not isinstance(each, torch.nn.Parameter):
@@ -198,8 +199,8 @@ def _parameters(given: Any, ctx: DistributedContext, average: bool = True) -> An
     ctx.check_same_state(moved, "distribute: a list of parameters")
     if ctx.world_size > 1:
         for each in moved:
-            # A hook of torch on the user's own parameter is what this kind of object asks for: its
-            # gradient is that of all workers, whatever computes it.
+            # For this kind of object a hook on the user's own parameter is needed: its gradient is
+            # that of all workers, whatever computes it.
             each.register_hook(
                 lambda grad: total(grad, ctx.partition) / (ctx.world_size if average else 1)
             )
@@ -207,7 +208,7 @@ def _parameters(given: Any, ctx: DistributedContext, average: bool = True) -> An
 
 
 def _module(model: Any, ctx: DistributedContext, average: bool = True, **settings: Any) -> Any:
-    """A method of deepinv that is unfolded, in place: its fidelities, denoisers and parameters."""
+    """Spread an unfolded method of deepinv in place: its fidelities, denoisers and parameters."""
     if not getattr(model, "unfold", False):
         raise TypeError(
             f"distribute: type_object='module' takes a method of deepinv with unfold=True, got "
@@ -237,7 +238,7 @@ _TILING = (
     *("dtype", "tiling_strategy", "tiling_dims", "patch_size", "overlap", "max_batch_size"),
     *("checkpoint_batches", "checkpoint_use_reentrant", "checkpoint_preserve_rng_state"),
 )
-# what spreads each kind of object, and the arguments that it has a use for
+# the function that spreads each kind of object, and the arguments that it uses
 _KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "physics": (_physics, (*_OPERATORS, "gather_strategy")),
     "linear_physics": (
@@ -253,13 +254,13 @@ _KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def _kind_of(given: Any) -> str:
-    """What an object is, by its class if it is one of deepinv, else by what it has."""
+    """The kind of an object, by its class if it is one of deepinv, else by its attributes."""
     first = given[0] if isinstance(given, list | tuple) and given else given
     if isinstance(first, torch.nn.Parameter):
         return "parameters"
     operators = items_of(given) or []
     if operators and all(hasattr(each, "A") for each in operators):
-        # By its class, if it is one of deepinv: that gives adjoints to some that are not linear.
+        # Classes of deepinv are decisive: some have adjoints and are not linear.
         base, linear = "deepinv.physics", "LinearPhysics"
         is_linear = all(
             _is_a(each, base, linear)
@@ -284,6 +285,6 @@ def _kind_of(given: Any) -> str:
 
 
 def _is_a(given: Any, module: str, name: str) -> bool:
-    """Whether an object is of a class of deepinv, which is then imported: this imports nothing."""
+    """Whether an object is of a class of deepinv, without importing it."""
     found = sys.modules.get(module)
     return found is not None and isinstance(given, getattr(found, name))

@@ -26,24 +26,24 @@ from tessel.imaging.physics import DistributedPhysics, Factory
 from tessel.imaging.prior import DistributedPrior, Strategy
 from tessel.imaging.signal import DistributedSignal, Grid
 
-_LISTED = ("physics", "measurements", "data_fidelity")  # what a configuration takes as lists
+_LISTED = ("physics", "measurements", "data_fidelity")  # the arguments that may be lists
 
 
 @dataclass(frozen=True)
 class FactoryConfig:
-    """Which operators, measurements and data fidelities an inverse problem has.
+    """The operators, measurements and data fidelities of an inverse problem.
 
-    Each is a list (of operators, tensors, data fidelities), as deepinv's `StackedPhysics` and
-    `TensorList` are, or a function of (i, device, shared) that makes number i where it is needed.
+    Each is a list (of operators, tensors, data fidelities), such as deepinv's `StackedPhysics` and
+    `TensorList`, or a function of (i, device, shared) that makes object i where it is needed.
 
     Args:
         physics: the operators.
         measurements: as many tensors.
         data_fidelity: one for all operators, a list of them, or a function; None for ½‖A(x) − y‖².
-        num_operators: how many there are, needed for functions.
-        shared: what functions may use, by name; see `DistributedPhysics`.
-        linear: whether the operators are linear and have an adjoint; None: those of a list are if
-            they have one, and those of a function are.
+        num_operators: the number of operators, needed for functions.
+        shared: objects that functions may use, by name; see `DistributedPhysics`.
+        linear: whether the operators are linear and have an adjoint; None: operators in a list are
+            linear if they have one, those of a function always.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -63,7 +63,7 @@ class FactoryConfig:
     def __post_init__(self) -> None:
         for name in _LISTED:
             items = items_of(getattr(self, name))
-            if items is not None:  # from here on a list is what makes one, and nothing else
+            if items is not None:  # lists, stacks and single items become lists
                 object.__setattr__(self, name, items)
         for name, what in (("physics", "operators"), ("measurements", "tensors")):
             given = getattr(self, name)
@@ -105,25 +105,26 @@ class FactoryConfig:
 
     @property
     def _counts(self) -> dict[str, int]:
-        """How many items each list has; functions do not say it."""
+        """The number of items of each list; functions have none."""
         given = {name: getattr(self, name) for name in _LISTED}
         return {name: len(each) for name, each in given.items() if isinstance(each, list)}
 
 
 @dataclass(frozen=True)
 class TilingConfig:
-    """How a prior sees a large image: in patches, with a receptive field around each.
+    """How a prior is applied to a large image: in patches, with a receptive field around each.
 
     Args:
-        patch_size: of each patch, a number or one for each spatial dimension; None for one patch:
-            the whole image or, of an image in parts, each part.
-        receptive_field_size: what is read on each side of a patch, which the prior depends on.
-        overlap: False: a patch answers for itself alone. True: patches with their surroundings are
+        patch_size: the size of each patch, a number or one for each spatial dimension; None for one
+            patch: the whole image or, with an image in parts, each part.
+        receptive_field_size: the width that is read on each side of a patch, as the prior needs.
+        overlap: False: a patch writes only itself. True: patches with their surroundings are
             blended, with weights that sum to one.
         strategy: "smart_tiling", "basic", or a class or strategy of your own.
-        stride: patches start at multiples of it, as a network needs that halves its input;
-            of "smart_tiling" only.
-        max_batch_size: at most so many patches go to the prior at once; None for no limit.
+        stride: patches start at multiples of it, as networks need that halve their input; only for
+            "smart_tiling".
+        max_batch_size: the largest number of patches that go to the prior at once; None for no
+            limit.
 
     >>> from tessel.imaging import TilingConfig
     >>> TilingConfig(patch_size=128, receptive_field_size=32).make((1, 3, 256, 200))
@@ -149,7 +150,7 @@ class TilingConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the strategy is made with."""
+        """The settings of the strategy."""
         if isinstance(self.strategy, DistributedSignalStrategy):
             return {}
         all_of_it: dict[str, Any] = {
@@ -162,7 +163,7 @@ class TilingConfig:
 
     @classmethod
     def of_image(cls, size: Sequence[int]) -> Self:
-        """The default, or one patch for an image that is no larger than its patches."""
+        """The default, or one patch for an image that is no larger than a default patch."""
         default = cls()
         assert isinstance(default.patch_size, int)
         # not None, which would be one patch for each part
@@ -200,14 +201,14 @@ def make_distrib_bundle(
     Args:
         ctx: the workers.
         factory_config: the operators, measurements and data fidelities.
-        signal_shape: of the image, as (batch, channels, height, width).
-        dtype: of the image.
+        signal_shape: the shape of the image, as (batch, channels, height, width).
+        dtype: the dtype of the image.
         reduction: "mean" or "sum" over the operators, see `DistributedDataFidelity`.
         prior: a prior or denoiser, if there is one.
-        tiling: how the prior sees the image; None for `TilingConfig()`, patches of 256 that are
-            read with 64 around them, or for the whole of an image that is no larger than a patch.
-        partition: how the image lies in parts, see `DistributedSignal`; None for all of it on every
-            worker.
+        tiling: how the prior is applied to the image; None for `TilingConfig()`, patches of 256
+            with 64 around them, or one patch for an image that is no larger.
+        partition: how the image is split, see `DistributedSignal`; None for the whole image on
+            every worker.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -231,7 +232,7 @@ def make_distrib_bundle(
     measurements = DistributedMeasurements(ctx, config.count, make, shared, physics)
     given = config.data_fidelity
     make_fidelity: Factory | None = None
-    # A data fidelity can be called, too: what makes them is what is plainly a function.
+    # Data fidelities can also be called, so that only plain functions are taken as factories.
     if isinstance(given, FunctionType | MethodType | partial):
         make_fidelity = given
     elif given is not None:
@@ -248,7 +249,7 @@ def make_distrib_bundle(
 
 
 def _maker(given: Any) -> Factory:
-    """A function that makes number i, from a list of all or from itself."""
+    """A function that makes object i, from a list or from a function."""
     if isinstance(given, list):
         return lambda i, device, shared: on_device(given[i], device)
     make: Factory = given
@@ -256,19 +257,19 @@ def _maker(given: Any) -> Factory:
 
 
 def on_device(item: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """An object where a worker computes, if it can be brought there."""
+    """An object on a device, if it can be moved there."""
     if not hasattr(item, "to"):
         return item
     return item.to(device) if dtype is None else item.to(device=device, dtype=dtype)
 
 
 def items_of(given: Any) -> list[Any] | None:
-    """The items of a list or stack; one operator or tensor is a list of one. None of others.
+    """The items of a list or stack, a single operator or tensor as a list; None for others.
 
     >>> items_of(("a", "b")), items_of(torch.ones(1)), items_of(len)
     (['a', 'b'], [tensor([1.])], None)
     """
-    # By length and index, not by `physics_list`: a product of operators has such a list, too, and
+    # By length and index, not by `physics_list`: a product of operators also has such a list, and
     # is one operator.
     stack = getattr(given, "data_fidelity_list", given)
     is_long = hasattr(stack, "__len__") and hasattr(stack, "__getitem__")

@@ -57,7 +57,7 @@ class L2:
 
 
 def _difference(measured: Tensor, y: Tensor) -> Tensor:
-    """The difference of tensors of one shape: what torch would broadcast is a mistake here."""
+    """The difference of tensors of one shape; torch would broadcast, which is a mistake here."""
     if measured.shape != y.shape:
         raise ValueError(
             f"a measurement has shape {tuple(y.shape)}, but the operator returns "
@@ -70,13 +70,13 @@ class DistributedDataFidelity:
     """The data fidelity of all operators: f(x) = Σ_i f_i(x), where f_i(x) = d(A_i(x), y_i).
 
     Forward:  f(x) = c·Σ_i f_i(x), ∇f(x) = c·Σ_i ∇f_i(x), the same on all workers; c is 1 for the
-    reduction "sum", and 1/N for "mean", with which a step length that suits each of N operators
-    suits them all together. This class sums by default; `make_distrib_bundle` takes the mean, since
-    a step of 1 diverges with a sum.
+    reduction "sum", and 1/N for "mean", with which a step that suits each of N operators suits all
+    of them together. This class sums by default; `make_distrib_bundle` uses the mean, since a step
+    of 1 diverges with a sum.
 
-    A data fidelity is any object with `grad(x, y, physics)` that can be called with these, as those
-    of deepinv, or a function of them. The loss has the shape that they give: (batch,), a number for
-    each image, for those of deepinv and for ½‖·‖²; write `loss.sum()` to derive it.
+    A data fidelity is any object with `grad(x, y, physics)` that can be called with these
+    arguments, such as deepinv's, or a function of them. The loss has the shape that they return:
+    (batch,), a number for each image, for deepinv's and for ½‖·‖²; differentiate `loss.sum()`.
 
     Args:
         ctx: the workers.
@@ -84,7 +84,8 @@ class DistributedDataFidelity:
         measurements: as many as there are operators.
         data_fidelity_factory: `data_fidelity_factory(i, device, shared)` makes f_i; None for ½‖·‖².
         reduction: "sum" or "mean" over the operators.
-        shared: what all of them may use, by name; parameters in it get gradients on all workers.
+        shared: objects that all of them may use, by name; their parameters get gradients on all
+            workers.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -116,7 +117,7 @@ class DistributedDataFidelity:
         self.reduction = reduction
         self.shared = dict(shared or {})
         self._label = f"DistributedDataFidelity({reduction!r} over {physics!r})"
-        # The names of calls, which workers compare in each of them, are made once.
+        # Workers compare the names of calls in each of them, so these are made once.
         self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"
         make = data_fidelity_factory or (lambda *_: L2())
         held = tensors_held_by(make)
@@ -130,20 +131,21 @@ class DistributedDataFidelity:
         self._common = in_common(ctx, held, physics.place, self.local_fidelities)
 
     def __call__(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
-        """The loss f(x) of each image, a shared value: every worker may derive its sum.
+        """The loss f(x) of each image, a shared value: every worker may differentiate its sum.
 
-        It has a number for each image of the batch if the fidelities give that, else it is one.
+        It has a number for each image of the batch if the fidelities return that, else it is one
+        number.
 
         Args:
             x: the image.
-            args, settings: of the data fidelities.
+            args, settings: arguments of the data fidelities.
             gather: False: the share of this worker's operators, whose sum over workers is the loss.
         """
         physics, image = self.physics, local_data(x)
         call = self._entered(self._names[0], image, args, settings, gather)
         if call is None:
             return physics.everywhere(image.new_zeros(()))
-        # Of the whole image: this worker's part may have some of the images only.
+        # The batch of the whole image: this worker's part may have only some of the images.
         batch = physics.rows.of(image.shape).layout.shape[0]
         with physics.computing(call) as parameters:
             losses = [
@@ -169,7 +171,7 @@ class DistributedDataFidelity:
     def _entered(
         self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
     ) -> OperatorCall | None:
-        """What all workers agreed on, or raise; None of a worker without a part of the image."""
+        """The call that all workers agreed on, or raise; None on a worker without a part."""
         if self._common:
             check_common(self._label, self._common, (self.physics.shared, self.shared), WAY_OUT)
         ys, arguments = self.measurements.local, (args, settings)
@@ -192,7 +194,7 @@ class DistributedDataFidelity:
             if len(shapes) > 1:
                 raise ValueError(call)
             return shape
-        # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
+        # On parts a loss does not have the shape of the whole one: the fidelities are tried.
         kinds = {f.is_batched for f in self._on_parts}
         _, told = agree(physics.partition, call, numbers=[True in kinds, False in kinds])
         some, others = map(any, zip(*told.values(), strict=True))
@@ -209,7 +211,7 @@ class DistributedDataFidelity:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """Physics that measures the image times a number."""
+    """Physics that multiplies the image by a number."""
 
     factor: float = 1.0
 
@@ -229,24 +231,25 @@ _PLAIN = _Scaled()
 class PartFidelity:
     """A data fidelity f(x, y, physics) = d(A(x), y) on parts of an image and of its measurement.
 
-    One whose distance d is a sum over the values of a measurement is computed on each part. One
-    that is not, as a norm or a mean, is computed on the whole measurement, on one worker.
+    If its distance d is a sum over the values of a measurement, it is computed on each part.
+    Otherwise, as for a norm or a mean, it is computed on the whole measurement, on one worker.
 
     Args:
         fidelity: called as `f(x, y, physics)`; it may have its own `grad(x, y, physics)`.
-        device: where it computes.
+        device: the device on which it computes.
     """
 
     fidelity: Any
     device: torch.device | str = "cpu"
 
     def loss(self, operator: RowOperator, y: Tensor, call: OperatorCall, batch: int) -> Tensor:
-        """This worker's share of f: of each image of the batch if f tells them apart, or a number.
+        """This worker's share of f: a number for each image of the batch if f does so, or one.
 
         Args:
-            operator: from the image to the measurement.
+            operator: the operator from the image to the measurement.
             y: this worker's part of the measurement.
-            call: has that of the image, and arguments of f for whole images.
+            call: the call, with this worker's part of the image, and arguments of f for whole
+                images.
             batch: the number of images.
         """
         f, x = self.fidelity, call.x
@@ -280,20 +283,20 @@ class PartFidelity:
         share = known(found, (), (u, y))
         if not shape:
             return share
-        # Of the images of the batch this worker may have some: their numbers among those of all.
+        # This worker may have some images of the batch: their numbers among those of all.
         box = operator.codomain.box()
         assert box is not None
         start, stop = box[0]
         return torch.nn.functional.pad(share, (start, batch - stop))
 
     def grad(self, operator: RowOperator, y: Tensor, call: OperatorCall) -> Tensor:
-        """This worker's part of the gradient of f in x; see `loss`."""
+        """This worker's part of the gradient of f with respect to x; see `loss`."""
         f, x = self.fidelity, call.x
         if isinstance(operator, Whole):
             of_image = partial(gradient, f, operator.physics, **call.settings)
             return operator.image(of_image, x, y, *call.args, users=f)
-        # The gradient of d takes the name of the measurement, which is so freed before the adjoint
-        # begins: at its peak a worker holds one of the two beside the image.
+        # The gradient of d takes the name of the measurement, which is thereby freed before the
+        # adjoint begins: at the peak a worker holds only one of the two besides the image.
         u = operator.A(x)
         if not self.is_separable:
             whole = _whole_of(operator.codomain)
@@ -305,11 +308,11 @@ class PartFidelity:
             u = idle(tuple(u.shape), f, u, y) if found is None else known(found, (), (u, y))
         return operator.A_adjoint(u)
 
-    # What a fidelity of a user is, nobody says: it is tried on small tensors, once.
+    # The form of a user's fidelity is not declared: it is tried on small tensors, once.
 
     @cached_property
     def problem(self) -> str:
-        """What is wrong with it, as the end of a sentence."""
+        """What is wrong with the fidelity, as the end of a sentence."""
         x, y = _tried(self.device)
         try:
             # For A = 2, f(x) = d(2 x, y) has ∇f(x) = 2 ∇d(2 x). One that looks at x differs.
@@ -331,14 +334,14 @@ class PartFidelity:
         False
         """
         u, y = _tried(self.device)
-        try:  # a fidelity may need more than these tensors have: then it is taken to be one number
+        try:  # a fidelity may need other tensors than these: then it is assumed to be one number
             return tuple(self.fidelity(u, y, _PLAIN).shape) == (len(u),)
         except MISFITS:
             return False
 
     @cached_property
     def is_separable(self) -> bool:
-        """Whether d of two halves gives that of the whole, along each dimension.
+        """Whether d of two halves adds up to that of the whole, along each dimension.
 
         >>> class Square:
         ...     def __call__(self, x, y, physics):
@@ -349,8 +352,8 @@ class PartFidelity:
         True
         """
         f, (u, y) = self.fidelity, _tried(self.device)
-        # Halves of a sum round to 1e-7 of the whole in float32. One that rounds a thousand times
-        # worse is computed on one worker, which is slower and not wrong.
+        # In float32, sums of halves are equal to about 1e-7. A fidelity that rounds a thousand
+        # times worse is computed on one worker, which is slower but not wrong.
         try:
             for dim in range(u.dim()):
                 halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
@@ -367,12 +370,12 @@ class PartFidelity:
 
 @kept_in_job
 def _whole_of(layout: Layout) -> Whole:
-    """The whole of a measurement in parts, on the first worker that has one."""
+    """The operator that gathers a measurement in parts on the first worker."""
     return Whole(_PLAIN, layout, layout.partition.ranks[0])
 
 
 class _WithDerivative:
-    """A user's operator without `A_vjp`, which data fidelities of deepinv ask for."""
+    """A user's operator with an `A_vjp`, which data fidelities of deepinv call."""
 
     def __init__(self, physics: Any) -> None:
         self._physics = physics
@@ -390,12 +393,12 @@ def gradient(fidelity: Any, physics: Any, x: Tensor, y: Tensor, *args: Any, **kw
         physics = physics if hasattr(physics, "A_vjp") else _WithDerivative(physics)
         return fidelity.grad(x, y, physics, *args, **kw)
     # Images of a batch do not depend on each other, so that the gradient of the sum of their losses
-    # has the gradient of each.
+    # contains the gradient of each.
     return torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())(x)
 
 
 def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Two small positive tensors, as a distance of counts or intensities takes them."""
+    """Two small positive tensors, as distances of counts or intensities need them."""
     generator = torch.Generator().manual_seed(3)
     # Two images, two channels, even sizes: both halves along each dimension have values.
     draw = partial(torch.rand, (2, 2, 4, 6), generator=generator, device="cpu")

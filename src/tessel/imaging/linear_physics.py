@@ -72,18 +72,18 @@ class DistributedLinearPhysics(DistributedPhysics):
     ) -> Tensor:
         """The pseudo-inverse of the stacked operator: x = A⁺ y.
 
-        Of all images that minimise Σ_i ‖A_i x − y_i‖² it is the smallest; found by conjugate
-        gradients on the normal equations (CGLS) from zero. It has first derivatives, in the
-        measurements and in parameters of operators that keep their rank.
+        It is the smallest image that minimises Σ_i ‖A_i x − y_i‖², found by conjugate gradients on
+        the normal equations (CGLS) from zero. It has first derivatives with respect to the
+        measurements, and to parameters that do not change the rank of operators.
 
         Args:
             ys: one tensor for each of this worker's operators.
-            tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
-            max_iter: at most so many steps; a warning says if they did not suffice.
+            tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 in float64, 1e-6 in others.
+            max_iter: the largest number of steps; a warning is given if they do not suffice.
         """
         self.check_call(f"{self._label}.A_dagger", ys)
         ys = LocalTensors(ys, anchor_of(ys))
-        with torch.no_grad():  # what the adjoint gives says what an image is
+        with torch.no_grad():  # the adjoint determines the shape and dtype of the image
             x = torch.zeros_like(self.A_adjoint(ys))
         if not self.active:
             return x
@@ -111,9 +111,9 @@ class DistributedLinearPhysics(DistributedPhysics):
         """The norm ‖A‖ = √λ_max(AᵀA) of the stacked operator, by power iteration.
 
         Args:
-            x0: an image of the shape and dtype of the domain; its values do not matter. The first
-                image is one without order, the same for any number of workers.
-            max_iter: at most so many steps.
+            x0: an image of the shape and dtype of the domain; its values do not matter. The
+                iteration starts from an irregular image, the same for any number of workers.
+            max_iter: the largest number of steps.
             tol: stop when the estimate changes by less than this, relative to it.
         """
         return self.compute_norm(x0, max_iter, tol, squared=False)
@@ -124,7 +124,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
         layout = self.rows.of(like.shape).layout
-        # A random start would be another one on each worker, and a constant may be in the kernel.
+        # A random start would differ between workers, and a constant may be in the kernel.
         x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)
         if self.active:

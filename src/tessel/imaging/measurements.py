@@ -1,4 +1,4 @@
-"""DistributedMeasurements: measurements, each stored by the worker that has its operator."""
+"""DistributedMeasurements: measurements, each stored on the worker that has its operator."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ _WAY_OUT = (
 class LocalTensors(list[Tensor]):
     """One tensor for each item of this worker, in the order of its local indices.
 
-    Sums, differences and multiples are taken item by item. A worker without items has none; what
-    they would depend on stays in `anchor`, so that it still takes part in a backward pass. A tensor
-    for all items that needs a gradient is refused where there are several workers, each of which
-    would get a part of it; that of `tessel.distributed.copy(tensor)` is summed over them.
+    Sums, differences and multiples are taken item by item. A worker without items has none;
+    `anchor` keeps the tensors that they would depend on, so that it still takes part in a backward
+    pass. With several workers, combining all items with one tensor that needs a gradient raises,
+    since each worker would get a part of it; the gradient of `tessel.distributed.copy(tensor)` is
+    summed over them.
 
     >>> import torch
     >>> LocalTensors([torch.ones(2)]) - LocalTensors([torch.ones(2)]) * 3
@@ -51,7 +52,7 @@ class LocalTensors(list[Tensor]):
         self.anchor = anchor_of(items) if anchor is None else anchor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LocalTensors:
-        """What a function makes of each item."""
+        """Apply a function to each item."""
         return LocalTensors(map(function, self), self.anchor)
 
     def __add__(self, other: Any) -> LocalTensors:  # type: ignore[override]
@@ -63,7 +64,7 @@ class LocalTensors(list[Tensor]):
     def __mul__(self, other: Any) -> LocalTensors:
         return self._with(other, torch.mul)
 
-    __rmul__ = __mul__  # a number times measurements is not a list that is repeated
+    __rmul__ = __mul__  # a number times measurements does not repeat the list
 
     def __truediv__(self, other: Any) -> LocalTensors:
         return self._with(other, torch.div)
@@ -75,13 +76,13 @@ class LocalTensors(list[Tensor]):
         if isinstance(other, Sequence):
             if len(other) != len(self):
                 raise ValueError(f"expected {len(self)} tensors, got {len(other)}")
-            # A worker without items has no results either: what gradients reach it through is kept.
+            # A worker without items has no results either, but keeps the anchor for gradients.
             pairs = zip(self, other, strict=True)
             anchor = both(self.anchor, anchor_of(other))
             return LocalTensors((function(a, b) for a, b in pairs), anchor)
         anchor = self.anchor
         if isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled():
-            # A gradient would go to a tensor that other workers use, too.
+            # A gradient would go to a tensor that other workers also use.
             leaf = unshared_leaf(other) if transport.num_workers() > 1 else None
             if leaf is not None:
                 raise ValueError(
@@ -95,19 +96,19 @@ class LocalTensors(list[Tensor]):
 
 
 class DistributedMeasurements:
-    """Measurements y_0, …, y_{N−1}, each on the worker that has the operator of its number.
+    """Measurements y_0, …, y_{N−1}, each on the worker that has the operator of the same number.
 
     Args:
         ctx: the workers.
         num_items: the number N of measurements.
-        factory: `factory(i, device, shared)` gives measurement i; called on its worker only. What
-            it draws at random depends on the seed of the context and on i; without a seed, on a
-            number that worker 0 draws, and on i.
-        shared: what all of them may use, by name. Tensors and modules among it that need gradients
-            get that of all measurements, on every worker. If those of several workers depend on
-            another tensor that needs one, ValueError is raised.
-        physics: the operators, if the image lies in parts: all workers that have a part of an
-            operator have that of its measurement.
+        factory: `factory(i, device, shared)` returns measurement i; called on its worker only. Its
+            random numbers depend on the seed of the context and on i; without a seed, on a number
+            that worker 0 draws, and on i.
+        shared: objects that all of them may use, by name. Tensors and modules in it that need
+            gradients get that of all measurements, on every worker. If measurements of several
+            workers depend on another tensor that needs one, ValueError is raised.
+        physics: the operators, if the image is in parts: all workers that have a part of an
+            operator have a part of its measurement.
 
     >>> import torch
     >>> from tessel.imaging import DistributedContext, DistributedMeasurements
@@ -135,7 +136,7 @@ class DistributedMeasurements:
             ctx.local_indices(self.num_items) if physics is None else physics.local_indices
         )
         held, copies = leaves_of(tensors_held_by((factory, self.shared))), Copies()
-        # Copies of what all workers share, whose gradients are summed over them.
+        # Copies of shared tensors, whose gradients are summed over all workers.
         copies.add(learned(self.shared), ctx.partition)
 
         def part(position: int, i: int) -> Tensor:
@@ -153,8 +154,8 @@ class DistributedMeasurements:
                 lambda: [part(*each) for each in enumerate(self.local_indices)],
             )
         self.local = LocalTensors(made, anchor)
-        # Workers that hold a part of a measurement each get a part of its gradient. Leaves of what
-        # was computed with copies are not found here; others count even if they are in `shared`.
+        # Workers that hold a part of a measurement each get a part of its gradient. Leaves behind
+        # copies are not found here; others count even if they are in `shared`.
         common = in_common(ctx, held, f"worker {ctx.rank}", leaves_of(self.local))
         check_common(name, common, (), _WAY_OUT)
 
@@ -166,7 +167,7 @@ class DistributedMeasurements:
         return iter(zip(self.local_indices, self.local, strict=True))
 
     def __getitem__(self, item: int) -> Tensor:
-        """Measurement `item`, which must be of this worker."""
+        """Measurement `item`, which must be on this worker."""
         if item not in self.local_indices:
             raise IndexError(
                 f"{self!r}: worker {self.ctx.rank} has the measurements {self.local_indices}, "
@@ -180,7 +181,7 @@ class DistributedMeasurements:
 
 
 def checked_count(name: str, what: str, count: int | None, factory: Any) -> int:
-    """How many items a factory makes; ValueError for a factory without a count."""
+    """The number of items that a factory makes; ValueError for a factory without a count."""
     if not callable(factory):
         raise ValueError(
             f"{name}: factory must be a function of (i, device, shared), got {factory!r}"

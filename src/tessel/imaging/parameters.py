@@ -1,10 +1,10 @@
 """Parameters in users' operators and priors: found, shared by workers, and their gradients summed.
 
-Operators, data fidelities and denoisers keep their parameters where they like. A parameter that
-several workers use is one shared value: each worker computes with a copy of it, and the adjoint of
-copying sums the gradients of all copies. User objects are only read here: parameters are looked for
-in modules and attributes. While objects compute, torch is told to use the copies in the place of
-the parameters (`computing_with`). What is used and was not found raises (`unshared_leaf`).
+Operators, data fidelities and denoisers keep their parameters anywhere. A parameter that several
+workers use is one shared value: each worker computes with a copy of it, and the adjoint of copying
+sums the gradients of all copies. User objects are only read here: parameters are looked for in
+modules and attributes. While objects compute, torch uses the copies in place of the parameters
+(`computing_with`). A parameter that is used and was not found raises (`unshared_leaf`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tessel.core import (
 )
 from tessel.imaging.context import DistributedContext
 
-# What holds no other tensors: the search ends there, and not in the modules of Python.
+# Types that hold no other tensors: the search ends there, and does not enter Python's modules.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor),
     *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
@@ -59,10 +59,9 @@ Common = tuple[Tensor, list[str]]  # a tensor, and the places, in words, whose o
 def _reached(
     objects: Any, contents: Callable[[Any], Iterable[Any]] | None = None
 ) -> tuple[list[Tensor], list[torch.nn.Module]]:
-    """The tensors and modules in user objects, in an order that all workers have.
+    """The tensors and modules in user objects, in the same order on all workers.
 
-    They are looked for in modules, attributes, lists and dictionaries; not in what functions close
-    over.
+    They are looked for in modules, attributes, lists and dictionaries, but not in closures.
     """
     tensors, modules = list[Tensor](), list[torch.nn.Module]()
     seen = set[int]()  # by identity: objects of users may not be hashable
@@ -85,7 +84,7 @@ def _reached(
 
 
 def _contents(thing: Any) -> Iterable[Any]:
-    """What an object holds."""
+    """The contents of an object."""
     match thing:
         case torch.nn.Module():
             return [thing._parameters, thing._buffers, *_beside_parameters(thing)]
@@ -102,7 +101,7 @@ def _contents(thing: Any) -> Iterable[Any]:
 
 
 def _beside_parameters(thing: Any) -> Iterable[Any]:
-    """What an object holds, but for the parameters and buffers of a module."""
+    """The contents of an object, without the parameters and buffers of a module."""
     if not isinstance(thing, torch.nn.Module):
         return _contents(thing)
     own = [each for name, each in vars(thing).items() if name not in _OF_EVERY_MODULE]
@@ -110,9 +109,9 @@ def _beside_parameters(thing: Any) -> Iterable[Any]:
 
 
 def tensors_held_by(factory: Any) -> list[Tensor]:
-    """The tensors that a factory could give to objects, in an order that all workers have.
+    """The tensors that a factory could pass to objects, in the same order on all workers.
 
-    They are asked for in order to raise (`check_common`): objects of several workers would hold the
+    They are needed in order to raise (`check_common`): objects of several workers would hold the
     same one as if it were their own, and each would give it a part of its gradient.
     """
 
@@ -122,15 +121,15 @@ def tensors_held_by(factory: Any) -> list[Tensor]:
         # what a function closes over, its defaults, and globals that are named in its code
         found: list[Any] = [value.__defaults__]
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # a name that is not bound yet, as of a function in itself
+            with suppress(ValueError):  # a name that is not bound yet, as in recursion
                 found.append(cell.cell_contents)
         codes, names = [value.__code__], list[str]()
-        for code in codes:  # which grows: functions that it defines have code of their own
+        for code in codes:  # grows: functions that it defines have their own code
             names += code.co_names
             codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
         for name in names:
             each = value.__globals__.get(name)
-            # Of a script's own names, not those of libraries, which would lead into all of them.
+            # Only names of the script itself: those of libraries would lead into all of them.
             is_near = isinstance(each, _FUNCTION) and each.__globals__ is value.__globals__
             if is_near or isinstance(each, Tensor | torch.nn.Module | list | tuple | dict):
                 found.append(each)
@@ -140,12 +139,12 @@ def tensors_held_by(factory: Any) -> list[Tensor]:
 
 
 def tensors_of(objects: Any) -> list[Tensor]:
-    """The tensors that objects keep, each once, whether they need a gradient or not."""
+    """The tensors in objects, each once, whether they need a gradient or not."""
     return _reached(objects)[0]
 
 
 def learned(objects: Any, arguments: Any = ()) -> list[Tensor]:
-    """The tensors among nested arguments, and those that objects keep, that need a gradient now."""
+    """The tensors among nested arguments and in objects that currently need a gradient."""
     if not torch.is_grad_enabled():
         return []
     given = [each for each in tree_leaves(arguments) if needs_grad(each)]
@@ -153,9 +152,9 @@ def learned(objects: Any, arguments: Any = ()) -> list[Tensor]:
 
 
 def state_of(objects: Any) -> list[Tensor]:
-    """The parameters and buffers of modules, and what needs a gradient, in one order everywhere.
+    """Parameters and buffers of modules, and tensors that need a gradient, in one order everywhere.
 
-    What else objects keep may be of one worker alone, as what it measured.
+    Other tensors may belong to one worker alone, such as its measurements.
     """
     tensors, modules = _reached(objects)
     state = {id(t) for each in modules for t in (*each.parameters(), *each.buffers())}
@@ -164,12 +163,12 @@ def state_of(objects: Any) -> list[Tensor]:
 
 
 def needs_grad(value: Any) -> bool:
-    """Whether a gradient of this value is asked for now."""
+    """Whether this value currently needs a gradient."""
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def gradients_of(tensors: Iterable[Tensor]) -> str:
-    """Which gradients are asked for, in words that must be the same on all workers."""
+    """The required gradients as text, which must be the same on all workers."""
     shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
     return f", gradients of tensors of shapes [{shapes}]" if shapes else ""
 
@@ -178,18 +177,18 @@ class Copies(dict[int, Tensor]):
     """For each shared tensor, by its identity, the copy that this worker computes with."""
 
     def add(self, tensors: Iterable[Tensor], partition: Partition) -> None:
-        """Copy tensors that the workers of a partition share; the gradients are summed there."""
+        """Copy tensors that the workers of a partition share; their gradients are summed."""
         for each in tensors:
             if id(each) not in self:
                 self[id(each)] = copying(partition, tuple(each.shape)).apply(each)
 
     def instead(self, values: Any) -> Any:
-        """Nested arguments with copies in the place of tensors."""
+        """Nested arguments with copies in place of tensors."""
         return values if not self else tree_map(lambda each: self.get(id(each), each), values)
 
 
 class _Instead(TorchFunctionMode):
-    """Lets torch functions compute with copies wherever they are given the tensors themselves."""
+    """Make torch functions compute with copies wherever they get the tensors themselves."""
 
     def __init__(self, copies: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -207,7 +206,7 @@ class _Instead(TorchFunctionMode):
         return self.copies.get(id(value), value)
 
 
-# those with which user objects compute now
+# the copies with which user objects currently compute
 current: ContextVar[Mapping[int, Tensor]] = ContextVar(
     "current", default=types.MappingProxyType({})
 )
@@ -215,12 +214,12 @@ current: ContextVar[Mapping[int, Tensor]] = ContextVar(
 
 @contextmanager
 def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
-    """Let user objects compute with copies of the tensors that they keep, until the block ends.
+    """Let user objects compute with copies of their tensors, until the block ends.
 
     The block gets a zero that depends on all copies, or None if there are none. Modules are called
     with other parameters as `torch.func.functional_call` calls them, which also reaches custom
     autograd functions and compiled code. Tensors elsewhere, in attributes of plain objects, lists
-    or what is shared by name, stay where they are: torch functions take the copies for them.
+    or objects that are shared by name, stay where they are: torch functions use the copies instead.
     """
     if not copies:
         yield None
@@ -232,23 +231,23 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
         for name, each in (*module._parameters.items(), *module._buffers.items()):
             if id(each) in copies:
                 names[f"{number}.{name}"] = copies[id(each)]
-    # A parameter of a module may also be elsewhere, where no module gives a copy for it.
+    # A parameter of a module may also be elsewhere, where `functional_call` does not replace it.
     bare = {id(each) for each in _reached(objects, _beside_parameters)[0]}
     with ExitStack() as stack:
         stack.enter_context(setting(current, copies))
         if names:
             stack.enter_context(_reparametrize_module(everything, names))
-        # The mode costs a little at each torch function, so it is not there for modules alone.
+        # The mode costs a little at each torch function, so it is not used for modules alone.
         if bare & copies.keys():
             stack.enter_context(_Instead(copies))
         yield anchored_zeros((), *copies.values())
 
 
 def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
-    """The same numbers, which also depend on `anchor`, a zero.
+    """The same values, which also depend on `anchor`, a zero.
 
-    Every worker must reach each sum of gradients in a backward pass, also one whose own result does
-    not depend on the parameter: else the others wait for it.
+    Every worker must reach each sum of gradients in a backward pass, even if its own result does
+    not depend on the parameter: otherwise the others wait for it.
     """
     if anchor is None:
         return result
@@ -256,9 +255,9 @@ def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
 
 
 def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
-    """Zeros that depend on the parameters of `users`, of a worker that has nothing to compute.
+    """Zeros that depend on the parameters of `users`, for a worker that has nothing to compute.
 
-    So it takes part in the sums of their gradients.
+    With them it takes part in the sums of their gradients.
     """
     parameters = learned(users)
     anchor = anchored_zeros((), *parameters) if parameters else None
@@ -266,7 +265,7 @@ def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
 
 
 def anchor_of(items: Any) -> Tensor | None:
-    """What a worker without items still depends on: that of `LocalTensors`, of others none."""
+    """The anchor of `LocalTensors`, on which a worker without items depends; None for others."""
     anchor: Tensor | None = getattr(items, "anchor", None)
     return anchor
 
@@ -277,20 +276,20 @@ def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: Any) -> list[Common]:
-    """Which tensors, that were there before, objects in several places use.
+    """The existing tensors that objects in several places use.
 
     All workers of the context call this.
 
     Args:
         ctx: the workers.
-        held: tensors in an order that all workers have, see `tensors_held_by`.
-        place: of this worker, in words.
-        users: its objects.
+        held: tensors in the same order on all workers, see `tensors_held_by`.
+        place: the place of this worker, in words.
+        users: the objects of this worker.
     """
     if ctx.world_size == 1:
         return []
     inside = {id(each) for each in tensors_of(users)}
-    # Identities differ between workers: the place in the order of `held` names a tensor.
+    # Identities differ between workers: the position in `held` identifies a tensor.
     mine = [(k, tuple(each.shape)) for k, each in enumerate(held) if id(each) in inside]
     places: dict[Any, set[str]] = {}
     for where, theirs in tell(ctx.partition, (place, mine)).values():
@@ -304,13 +303,13 @@ def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: An
 
 
 def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str) -> None:
-    """Raise ValueError if a tensor that is used in several places would get parts of a gradient.
+    """Raise ValueError if a tensor that is used in several places would get a partial gradient.
 
     Args:
         what: the caller, in words.
         common: such tensors.
         shared: objects whose tensors are known to be shared, so that their gradients are summed.
-        way_out: what the user can do.
+        way_out: what the user can do instead.
     """
     asked = [(tensor, places) for tensor, places in common if needs_grad(tensor)]
     known = {id(each) for each in tensors_of(shared)} if asked else set()
@@ -325,10 +324,10 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
 
 @cache
 def _of_graphs_alone() -> int:
-    """How many references Python counts of a leaf that nothing but a graph holds.
+    """Python's reference count of a leaf that only a graph holds.
 
-    Such a leaf was made in the call, as by an object that derives its own values, and is gone: its
-    gradient reaches nobody. A parameter, wherever it is hidden, is held by who uses it.
+    Such a leaf was made in the call, for example by an object that differentiates its own values,
+    and is gone: its gradient is not used. A parameter, wherever it is hidden, is held by its user.
     """
     with torch.enable_grad():
         node: Any = torch.zeros((), requires_grad=True, device="cpu").neg().grad_fn
@@ -339,12 +338,12 @@ def _of_graphs_alone() -> int:
 def unshared_leaf(
     result: Tensor, own: Iterable[Tensor] = (), given: Iterable[Tensor] = ()
 ) -> Tensor | None:
-    """A tensor that gets the gradient of a result without a movement between workers, or None.
+    """A tensor that receives the gradient of a result without a sum over workers, or None.
 
     Args:
         result: what was computed.
-        own: tensors of this worker alone, which may get it.
-        given: tensors that came with the call; they, and what they depend on, may get it.
+        own: tensors of this worker alone, which may receive it.
+        given: arguments of the call; they, and the tensors that they depend on, may receive it.
     """
     if not needs_grad(result) or is_compiling():
         return None
@@ -356,7 +355,7 @@ def unshared_leaf(
     nodes: list[Any] = [result.grad_fn]
     while nodes:
         node = nodes.pop()
-        # What lies behind an operator of Tessel is a shared value: its adjoint sums gradients.
+        # The input of an operator of Tessel is a shared value: its adjoint sums gradients.
         if node in seen or isinstance(operator_of(node), LinearOperator):
             continue
         seen.add(node)
@@ -369,7 +368,7 @@ def unshared_leaf(
 
 
 def leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What gets the gradients of tensors without a movement between workers, each once."""
+    """The tensors that receive the gradients of `tensors` without a sum over workers, each once."""
     found: dict[int, Tensor] = {}
     for each in filter(needs_grad, tensors):
         leaf = unshared_leaf(each, found.values())
@@ -382,13 +381,13 @@ def leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 def unshared_problem(
     results: Iterable[Tensor], users: Any, shared: Any = (), given: Any = ()
 ) -> str:
-    """What is wrong if objects use a parameter that is not found in them, to end a sentence.
+    """The end of a sentence about a parameter that objects use but that is not found in them.
 
     Args:
-        results: what this worker's objects gave.
-        users: these objects, whose own parameters get all of their gradient.
+        results: the results of this worker's objects.
+        users: these objects, whose own parameters get their whole gradient.
         shared: objects whose tensors are used by all workers, as copies.
-        given: tensors that came with the call.
+        given: tensors that were passed to the call.
     """
     needing = [each for each in results if needs_grad(each)]
     if not needing:
@@ -408,14 +407,14 @@ def unshared_problem(
     return ""
 
 
-# What one worker finds wrong while others wait for what it computes, so that it goes on, and all
-# raise afterwards. None: it raises at once.
-Problem = tuple[str, Exception | None]  # the end of a sentence, and what code of users raised
+# Problems that one worker finds while others wait for its results: it continues, and all raise
+# afterwards. None: it raises at once.
+Problem = tuple[str, Exception | None]  # the end of a sentence, and the exception of user code
 noticed: ContextVar[list[Problem] | None] = ContextVar("noticed", default=None)
 
 
 def notice(problem: str, cause: Exception | None = None) -> None:
-    """Note what is wrong, or raise ValueError where nobody asks for it."""
+    """Record a problem, or raise ValueError if problems are not collected."""
     problems = noticed.get()
     if problems is None:
         raise ValueError(f"an image in parts{problem}")
@@ -423,7 +422,7 @@ def notice(problem: str, cause: Exception | None = None) -> None:
 
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
-    """The result; it is wrong if a gradient goes to a parameter that is not found in `users`."""
+    """The result; a gradient that goes to a parameter that is not found in `users` is a problem."""
     if torch.is_grad_enabled() and transport.num_workers() > 1:
         problem = unshared_problem([result], users, (), given)
         if problem:
@@ -432,32 +431,32 @@ def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
 
 
 def attempted(function: Callable[[], Tensor]) -> Tensor | None:
-    """What code of users gives; None where it raises, and all workers raise after the call."""
+    """The result of user code; None if it raises, and then all workers raise after the call."""
     if noticed.get() is None or transport.num_workers() == 1:
         return function()
     try:
         return function()
-    except Exception as error:  # whatever it is, others wait for what this worker computes
+    except Exception as error:  # any exception: others wait for the results of this worker
         notice(f", which raised {raised(error)}", error)
         return None
 
 
 def raised(error: Exception) -> str:
-    """What other workers hear of an exception."""
+    """The text of an exception for other workers."""
     return f"{type(error).__name__}: {error}"
 
 
 def made_by_all(ctx: DistributedContext, call: str, make: Callable[[], T]) -> T:
-    """What a function of users makes on each worker; if it raises on one of them, all raise.
+    """The result of a user's function on each worker; if it raises on one of them, all raise.
 
     Args:
         ctx: the workers.
-        call: what is made, in words.
-        make: of this worker.
+        call: the call, in words.
+        make: the function on this worker.
     """
     try:
         found = make()
-    except Exception as error:  # whatever it is, others would wait for this worker
+    except Exception as error:  # any exception: others would wait for this worker
         agree(ctx.partition, f"{call}, which raised {raised(error)}")
         raise
     agree(ctx.partition, call)
@@ -465,5 +464,5 @@ def made_by_all(ctx: DistributedContext, call: str, make: Callable[[], T]) -> T:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in another dtype: of complex numbers the real part, if it is real."""
+    """A tensor in another dtype; the real part if the tensor is complex and the dtype is not."""
     return (x if dtype.is_complex or not x.is_complex() else x.real).to(dtype)

@@ -1,9 +1,9 @@
 """DistributedPhysics: many operators of one image, each on the workers that have it.
 
-The image is one shared value, and its layout says which workers hold it together: a row. An image
-that is whole on every worker has rows of one worker. The operators are given to the rows, and each
-works on the parts of its row: one with a local kernel by halos, any other on the whole image, on
-one worker of the row. A measurement stays where it arises, and what goes back to the image is
+The image is one shared value, and its layout determines which workers hold it together: a row. An
+image that is whole on every worker has rows of one worker. The operators are divided among the
+rows, and each works on the parts of its row: one with a local kernel by halos, any other on the
+whole image, on one worker of the row. A measurement stays where it is computed, and adjoints are
 summed over the rows.
 """
 
@@ -66,29 +66,29 @@ Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """What a call works on, after all workers agreed that it fits together."""
+    """The inputs of a call, after all workers agreed on them."""
 
     name: str  # in the words of its user
     x: Tensor  # this row's copy of the image, empty if there is none
     has_image: bool
-    pairs: list[tuple[RowOperator, Tensor]]  # operators, each with what was brought for it
+    pairs: list[tuple[RowOperator, Tensor]]  # operators, each with its input
     needs_grad: bool
-    anchor: Tensor | None  # a zero on which the result shall depend
+    anchor: Tensor | None  # a zero on which the result must depend
     copies: Copies
     users: tuple[Any, ...]
     args: tuple[Any, ...]
     settings: Mapping[str, Any]
-    kind: tuple[Any, ...]  # what a call has in common with those that are known to work
-    problems: list[Problem] = field(default_factory=list)  # what was noticed while it was computed
+    kind: tuple[Any, ...]  # identifies calls that are known to work
+    problems: list[Problem] = field(default_factory=list)  # noticed during the computation
 
 
-Term = Callable[[RowOperator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
-# That of a derivative at the image, which the call has.
+Term = Callable[[RowOperator, Tensor, OperatorCall], Tensor]  # of operator, input, call
+# The term of the adjoint derivative at the image of the call.
 AT_IMAGE: Iterable[Term] = repeat(lambda op, v, call: op.A_vjp(call.x, v))
 
 
 def _called(method: str) -> Iterable[Term]:
-    """For each operator, its own method of this name."""
+    """For each operator, a term that calls its method of this name."""
     return repeat(lambda op, value, call: getattr(op, method)(value, **call.settings))
 
 
@@ -97,22 +97,22 @@ class DistributedPhysics:
 
     Forward:  y_i = A_i(x), for the operators i of this worker.
 
-    An operator is any object with a method `A`. With `A_vjp` or `A_adjoint` its derivative is taken
-    from there, else from autograd.
+    An operator is any object with a method `A`. Its derivative is computed with `A_vjp` or
+    `A_adjoint` if it has them, else by autograd.
 
     Args:
         ctx: the workers.
         num_ops: the number N of operators.
         factory: `factory(i, device, shared)` makes operator i; called on its worker only.
-        shared: what all operators may use, by name. Tensors and modules among it are shared by all
-            workers: those that need gradients get that of all operators, on every worker. Others
-            get that of the operators of this worker. They are looked for in modules and
-            attributes: if operators use one that is not found in them, as a global tensor or one
-            that a function closes over, or if those of several workers keep the same one, calls
-            that would derive it raise ValueError.
-        layout: of an image in parts, whose operators all workers of their row have; None for the
-            whole image on every worker. Along axes of the grid on which it is shared there are
-            copies of the image, each with some of the operators.
+        shared: objects that all operators may use, by name. Tensors and modules in it are shared by
+            all workers: those that need gradients get that of all operators, on every worker.
+            Others get that of the operators of this worker. They are looked for in modules and
+            attributes: if operators use one that is not found there, such as a global tensor or one
+            in a closure, or if operators of several workers hold the same one, calls that would
+            differentiate it raise ValueError.
+        layout: the layout of an image in parts, whose operators all workers of a row have; None for
+            the whole image on every worker. Along shared axes of the grid there are copies of the
+            image, each with some of the operators.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -123,7 +123,7 @@ class DistributedPhysics:
     [tensor([1.]), tensor([2.])]
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("A",)  # that each operator must have
+    methods: ClassVar[tuple[str, ...]] = ("A",)  # required of each operator
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class DistributedPhysics:
         self.shared = dict(shared or {})
         self._label = f"{name}({self.num_ops} operators over {ctx.world_size} workers)"
         seed = ctx.seed_for(f"{name}(num_ops={self.num_ops})")
-        # Before operators are made: a factory may keep them, and what they hold is their own.
+        # Before operators are made: a factory may keep them, and their tensors are their own.
         held = tensors_held_by((factory, self.shared))
         self.rows = rows_of_operators(layout, ctx.partition)
         self.layout, self.partition = self.rows.layout, self.rows.layout.partition
@@ -158,8 +158,8 @@ class DistributedPhysics:
             for position, physics in enumerate(self.local_operators)
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
-        self._checked: set[tuple[Any, ...]] = set()  # calls that all workers know to work
-        # The workers of rows that have operators: where there are more rows, some have none.
+        self._checked: set[tuple[Any, ...]] = set()  # calls that are known to work on all workers
+        # The workers of rows that have operators: with more rows than operators, some have none.
         self._owners = [
             worker
             for worker in self.partition.ranks
@@ -178,13 +178,13 @@ class DistributedPhysics:
         """The measurements with noise; that of measurement i depends on the seed and on i.
 
         Without a seed in the context it depends on i and on a number that worker 0 draws from
-        torch's generator. Of an image in parts each operator that can be called sees all of it, on
-        one worker: noise is that of one process. For images that no worker can hold, add noise to
-        `A(x)` yourself.
+        torch's generator. With an image in parts, each operator that can be called gets all of it,
+        on one worker: noise is that of one process. For images that no worker can hold, add noise
+        to `A(x)` yourself.
         """
         seed, number = self.ctx.seed, self._num_calls
         self._num_calls += 1
-        if seed is None:  # a new one for each call, as torch's generator has gone on
+        if seed is None:  # a new one for each call, since torch's generator has advanced
             seed, number = self.ctx.seed_for(f"{self._label}.__call__"), 0
 
         def measured(position: int, operator: RowOperator, x: Tensor, call: OperatorCall) -> Tensor:
@@ -207,20 +207,20 @@ class DistributedPhysics:
         return self._summed("A_vjp", x, v, AT_IMAGE)
 
     def part_of(self, position: int, y: Tensor) -> Tensor:
-        """What this worker stores of a measurement that it was given whole, or in its part.
+        """This worker's part of a measurement, which is passed whole or as this part.
 
         Args:
-            position: of the operator among those of this row.
+            position: the position of the operator among those of this row.
             y: the whole measurement, or this worker's part.
         """
         return self._spread[position].part_of(y, f"measurement {self.local_indices[position]}")
 
     def everywhere(self, value: Tensor) -> Tensor:
-        """A shared value of the workers that have parts of the image, on all workers."""
+        """A shared value of the workers that have parts of the image, sent to all workers."""
         ours, theirs = self.ctx.partition, self.partition
         if theirs.size == ours.size:
             return value
-        # Workers without a part know neither shape nor dtype of the value, and learn them first.
+        # Workers without a part do not know the shape and dtype of the value, and learn them first.
         said, own = f"a value of {self._label}", Signature.of(value)
         shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks, ours)
         move = Move(shared_whole(theirs, shape), shared_whole(ours, shape))
@@ -230,7 +230,7 @@ class DistributedPhysics:
         return self.num_ops
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what holds groups of workers, which a copy makes anew in its calls."""
+        """The state without groups of workers, which a copy makes again in its calls."""
         return {**self.__dict__, "_agreements": {}}
 
     def __repr__(self) -> str:
@@ -238,7 +238,7 @@ class DistributedPhysics:
 
     def _made(self, factory: Factory | None, item: int, seed: int) -> Any:
         assert factory is not None
-        with self.ctx.drawing(item, seed=seed):  # the same numbers whichever worker makes it
+        with self.ctx.drawing(item, seed=seed):  # the same numbers on any worker
             operator = factory(item, self.ctx.device, self.shared)
         missing = [name for name in self.methods if not hasattr(operator, name)]
         if missing:
@@ -251,7 +251,7 @@ class DistributedPhysics:
         return operator
 
     def _owner(self, position: int) -> int:
-        """The worker that sees the whole image for an operator, where one must."""
+        """The worker that applies an operator to the whole image, if necessary."""
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
@@ -264,7 +264,7 @@ class DistributedPhysics:
         gather: bool = True,
     ) -> None:
         """Raise on all workers if this call cannot be made; see `enter`."""
-        # Other workers may have as many as they need, and would wait for this one: all are told.
+        # Other workers may have the right number, and would wait for this one: all are told.
         if values is not None and len(values) != len(self.local_operators):
             call += (
                 f": worker {self.ctx.rank} has the operators {self.local_indices} and needs as "
@@ -285,16 +285,16 @@ class DistributedPhysics:
         users: Any = (),
         **settings: Any,
     ) -> LocalTensors:
-        """What each of this worker's operators makes of the image or of its measurement.
+        """The result of each of this worker's operators for the image or its measurement.
 
         Args:
-            method: that is called.
+            method: the method that is called.
             x: the image.
-            ys: one tensor for each operator; None if the image is brought for all of them.
-            terms: for each operator, what makes a tensor of it, of what was brought for it, and of
-                the call; None for its own method.
+            ys: one tensor for each operator; None if all of them use the image.
+            terms: for each operator, a function that computes a tensor from it, its input and the
+                call; None for its own method.
             users: further objects whose parameters the terms use.
-            settings: of the operators.
+            settings: settings of the operators.
         """
         image = None if x is None else local_data(x)
         said = f"{self._label}.{method}"
@@ -336,20 +336,20 @@ class DistributedPhysics:
         arguments: CallArguments = NO_ARGUMENTS,
         gather: bool = True,
     ) -> OperatorCall | None:
-        """What goes into a call, after all workers agreed that it fits together, or raised.
+        """The inputs of a call, after all workers agreed on them, or raised.
 
         A worker without a part of the image gets None.
 
         Args:
-            call: the method that is called, or what is computed, in words.
+            call: the method that is called, or the value that is computed, in words.
             x: this worker's part of the image; None if there is none yet.
-            measured: one tensor for each operator; None if the image is brought for all of them.
+            measured: one tensor for each operator; None if all of them use the image.
             fidelities: one `PartFidelity` for each operator.
             shared: objects that fidelities of all rows use, whose parameters get the gradient of
                 all of them; other parameters of fidelities get that of this row.
             users: further objects whose parameters are used.
-            arguments: of operators or fidelities, of whole images only.
-            gather: whether what all rows compute is asked for, or the share of this one.
+            arguments: arguments of operators or fidelities, for whole images only.
+            gather: whether the result is that of all rows, or the share of this one.
         """
         self.check_call(call, measured, shared, arguments, gather)
         if not self.active:
@@ -358,10 +358,10 @@ class DistributedPhysics:
         everyones = learned(everyones_objects, arguments)
         said = f"{call}{gradients_of(everyones)}" if everyones else call
         meta, own = self._agreed(said, x, measured, fidelities, users, everyones)
-        # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
+        # Graphs of all workers must be alike: a worker whose tensors need no gradient takes part in
         # the sums of those that do.
         ys = list(measured or ())
-        if self.rows.size > 1:  # which have parts of one measurement
+        if self.rows.size > 1:  # the workers have parts of one measurement
             ys = [grad_alike(y, meta) for y in ys]
         if x is None:
             image = grad_alike(torch.empty(0, dtype=meta.dtype, device=self.ctx.device), meta)
@@ -370,7 +370,7 @@ class DistributedPhysics:
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
             image = rows.use(grad_alike(x, meta))
-        # Now that all agreed on which gradients are asked for: a copy is a node of the graph whose
+        # Only after all agreed on the required gradients: a copy is a node of the graph whose
         # adjoint sums over workers, so that all of them must make the same ones.
         copies, (args, settings) = Copies(), arguments
         if everyones or own:
@@ -400,18 +400,18 @@ class DistributedPhysics:
         users: Any,
         everyones: Sequence[Tensor],
     ) -> tuple[TensorMeta, list[Tensor]]:
-        """What is brought on all workers, and which parameters this row's objects alone learn.
+        """The inputs of all workers, and the parameters that only this row's objects learn.
 
-        All workers of the row hold them, and their gradients are summed over these.
+        All workers of the row hold these parameters, and their gradients are summed over the row.
         """
         has_image = x is not None or measured is None
         if self.rows.known_shape is None:
-            # Without an image, what all have is learned from the result.
+            # Without an image, shape and dtype are learned from the result.
             if not has_image or (self.rows.count == 1 and isinstance(x, Tensor)):
                 return TensorMeta(torch.float32, self.ctx.device.type, needs_grad(x), False), []
             return self._agreement(said, "shape").agree_on(x)[1], []
         problem = self._problem(x, measured, fidelities)
-        if problem:  # the others say something else: all raise, and quote this
+        if problem:  # the others' texts differ: all raise, and quote this one
             agree(self.partition, f"{said}{problem}")
             raise ValueError(f"{said}{problem}")
         ys, learns, own = measured or (), False, list[Tensor]()
@@ -421,8 +421,8 @@ class DistributedPhysics:
             own = [e for e in learned((inside, fidelities, users)) if id(e) not in known]
             values = chain.from_iterable(each.values() for each in self._spread)
             learns = any(map(needs_grad, (x, *ys, anchor_of(measured), *everyones, *own, *values)))
-        # Shapes fit, as was just seen. Rows without operators bring nothing if there is no image,
-        # and learn the dtype from the others.
+        # Shapes were just checked. Rows without operators have no input if there is no image, and
+        # learn the dtype from the others.
         brought = (*ys, x)[0]
         dtype, device = (None, "cpu") if brought is None else (brought.dtype, brought.device.type)
         # Measurements of one image may be complex in one row and real in another.
@@ -463,9 +463,9 @@ class DistributedPhysics:
 
     @contextmanager
     def computing(self, call: OperatorCall) -> Iterator[Tensor | None]:
-        """Let operators compute with copies of parameters; the block gets a zero that they give.
+        """Let operators compute with copies of parameters; yields a zero that depends on them.
 
-        At a first call an error of one operator is told to all workers: those without would wait.
+        In a first call all workers are told of an error of one operator: the others would wait.
         """
         try:
             with (
@@ -473,12 +473,12 @@ class DistributedPhysics:
                 computing_with(call.copies, call.users) as parameters,
             ):
                 yield parameters
-        except Exception as error:  # whatever users raise, others would wait for this worker
-            # In a row of several workers the others may wait in a movement: what code of users
-            # raises was noticed there (`attempted`), and nobody can be told of the rest.
+        except Exception as error:  # any exception of user code: others would wait for this worker
+            # In a row of several workers the others may wait in a move: exceptions of user code
+            # were noticed there (`attempted`), and no worker can be told of others.
             if self.rows.size == 1 and call.kind not in self._checked:
                 problem = raised(error)
-                # Most often the precisions differ, and torch's own words do not say whose.
+                # Most often the precisions differ, and torch's message does not say whose.
                 real, numbers = call.x.dtype.to_real(), tensors_of(call.users)
                 held = {e.dtype for e in numbers if e.is_floating_point() or e.is_complex()}
                 others = sorted(str(each) for each in held if each.to_real() != real)
@@ -491,22 +491,22 @@ class DistributedPhysics:
             raise
 
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
-        """Raise if a parameter that is not found in user objects would get a part of a gradient."""
-        # Of an image in parts, each operator was checked where it was applied, too.
+        """Raise if a parameter that is not found in user objects would get a partial gradient."""
+        # With an image in parts, each operator was also checked where it was applied.
         problem, cause = next(iter(call.problems), ("", None))
         if not problem and self.rows.count > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
             problem = unshared_problem(results, call.users, call.users[:2], given)
-        # At the first call all workers raise or none does: one without operators finds nothing
-        # itself. Later calls cost no message, and the worker that finds something raises.
+        # In the first call all workers raise or none does: one without operators finds nothing
+        # itself. Later calls send no message, and only the worker that finds a problem raises.
         try:
             if call.kind not in self._checked:
                 agree(self.partition, f"{call.name}{problem}")
             if problem:
                 raise ValueError(f"{call.name}{problem}")
         except ValueError as error:
-            raise error from cause  # which says where in the code of users it was
-        # Of a call that raised, workers tell each other again when it is repeated.
+            raise error from cause  # which shows the place in the user's code
+        # A call that raised is not added: workers check it again when it is repeated.
         self._checked.add(call.kind)
 
     def agree_on_result(
@@ -517,11 +517,11 @@ class DistributedPhysics:
         givers: Sequence[int] | None = None,
         partition: Partition | None = None,
     ) -> tuple[Shape, TensorMeta]:
-        """The shape and dtype of a result, which workers that do not compute it learn so.
+        """Agree on the shape and dtype of a result, so that all workers know them.
 
         Args:
-            said: what is called.
-            own: this worker's; that of workers who are no givers is a placeholder.
+            said: the call, in words.
+            own: this worker's signature; a placeholder on workers that are no givers.
             what: the result, in words.
             givers: the workers that have one; None for those with operators.
             partition: the workers; None for those that have parts of the image.
@@ -537,15 +537,15 @@ class DistributedPhysics:
         givers: Sequence[int] | None = None,
         partition: Partition | None = None,
     ) -> Agreement[tuple[Shape, TensorMeta]]:
-        """Where workers agree on a call, and on one shape if there are words for it.
+        """The agreement on a call, and on one shape if `alike` names it.
 
         Args:
-            said: what is called.
-            alike: which shape must be the same on all givers, in words.
+            said: the call, in words.
+            alike: the shape that must be the same on all givers, in words.
             givers: the workers that have a tensor; None for all.
             partition: the workers; None for those that have parts of the image.
         """
-        # Kept, since an agreement remembers what follows from the signatures that it has seen.
+        # Cached, since an agreement remembers its conclusions from known signatures.
         key = said, alike, givers is None
         found = self._agreements.get(key)
         if found is None:
@@ -562,9 +562,9 @@ class DistributedPhysics:
         """The sum of images over the operators of this row and of the others.
 
         Args:
-            call: what it works on.
-            terms: for each operator, what makes an image of it, of what was brought for it, and of
-                the call.
+            call: the inputs.
+            terms: for each operator, a function that computes an image from it, its input and the
+                call.
             gather: False: the share of this row.
         """
         share, x, is_ours = None, call.x, False
@@ -580,14 +580,14 @@ class DistributedPhysics:
                     call.problems.append((problem, None))
                     break
                 if share is None:
-                    # Terms on parts come from movements and are ours to change; user code may give
-                    # back what it was given: the first sum of its images is a tensor of its own.
+                    # Terms on parts are results of moves and may be changed in place; user code may
+                    # return its input, so that the first sum of its images must be a new tensor.
                     share, is_ours = each, not pair[0].is_alone
                 elif share.requires_grad or each.requires_grad or not is_ours:
                     share, is_ours = share + each, True
                 else:
                     share.add_(each)
-        # Before anything is summed, where the others would wait for a worker that raises.
+        # Before the sum, in which the others would wait for a worker that raises.
         self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
         if not call.has_image and self.rows.count > 1:
@@ -600,9 +600,9 @@ class DistributedPhysics:
         return self.rows.of(share.shape).total(share, meta) if gather else share
 
     def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
-        """An image that operators give, zero on workers without them, and what all agreed on."""
+        """The image of the operators, zero on workers without any, and the agreed metadata."""
         own = Signature.of(torch.empty(0, device=self.ctx.device) if share is None else share)
-        known_shape = self.rows.known_shape  # of parts, whose shapes differ
+        known_shape = self.rows.known_shape  # set for parts, whose shapes differ
         own = own if known_shape is None else replace(own, shape=())
         shape, meta = self.agree_on_result(said, own, "image that A_adjoint gives")
         if share is None:

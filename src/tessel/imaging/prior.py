@@ -1,7 +1,7 @@
 """DistributedPrior: a prior of a large image, applied patch by patch by all workers.
 
 Patches are those of the whole image, so that results do not depend on the number of workers. A
-tiling (`tiling.py`) says who has which, what each worker reads, and where the results go.
+tiling (`tiling.py`) defines which worker has which patches, what it reads, and what it writes.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ CHECKPOINTING = ("auto", "always", "never")
 
 
 class DistributedPrior:
-    """A prior whose patches all workers share out among them.
+    """A prior whose patches are divided among all workers.
 
     Forward:  x ↦ Σ_k R_kᵀ prox(R_k x), where R_k cuts out patch k; each worker has some of them.
 
-    A prior is any object with `prox(x, …)` or `grad(x, …)`, as those of deepinv, or a denoiser: a
-    function whose result stands for the prox. All workers hold the same one: if parameters or
-    buffers of a module differ, as those of networks that each worker initialised for itself, all
-    workers raise. Its parameters get the gradient of all patches, on every worker.
+    A prior is any object with `prox(x, …)` or `grad(x, …)`, such as deepinv's, or a denoiser: a
+    function that is used as the prox. All workers must hold the same one: if parameters or buffers
+    of a module differ, for example because each worker initialised its own network, all workers
+    raise. Its parameters get the gradient of all patches, on every worker.
 
     Args:
         ctx: the workers.
         prior: the prior or denoiser.
         strategy: how the image is cut: "smart_tiling", "basic", a class or a strategy.
-        signal_shape: of the image.
-        strategy_kwargs: settings of the strategy, as patch_size and receptive_field_size.
-        layout: of an image in parts; None for the whole image on every worker.
-        shared: what the prior uses and does not keep, by name, as a network that a function closes
-            over: parameters are looked for in modules and attributes of the prior, and here. Calls
-            that would derive others raise ValueError.
+        signal_shape: the shape of the image.
+        strategy_kwargs: settings of the strategy, such as patch_size and receptive_field_size.
+        layout: the layout of an image in parts; None for the whole image on every worker.
+        shared: objects that the prior uses but does not hold, by name, such as a network in a
+            closure: parameters are looked for in modules and attributes of the prior, and here.
+            Calls that would differentiate others raise ValueError.
 
     >>> import torch
     >>> from tessel.imaging import DistributedContext, DistributedPrior
@@ -107,12 +107,12 @@ class DistributedPrior:
         self.prior = prior
         self.shared = dict(shared or {})
         self._users = prior, self.shared
-        # calls, and whether gradients were on, of which all workers agreed that nothing was wrong
+        # calls that all workers know to work, and whether gradients were enabled
         self._checked: set[tuple[str, bool]] = set()
         self._agreements: dict[str, Agreement[TensorMeta]] = {}
         name = type(prior).__name__
         ctx.check_same_state(state_of(self._users), f"DistributedPrior: the prior {name}")
-        self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
+        self.apply_to: Callable[..., Tensor] | None = None  # replaces the prior itself
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
         shape = tuple(self.strategy.signal_shape)
         self.layout = layout or shared_whole(ctx.partition, shape)
@@ -122,7 +122,7 @@ class DistributedPrior:
                 f"are of {self.layout.shape}"
             )
         self.rows = rows_of(self.layout)
-        self._in_place = Tiling(self.layout, self.strategy, ctx.sharding)  # of gather=False
+        self._in_place = Tiling(self.layout, self.strategy, ctx.sharding)  # for gather=False
         self.tiling = tiling_of(self.layout, self.strategy, ctx.sharding)
         self.num_patches = self.tiling.count
         self.active = self.layout.partition.active
@@ -131,16 +131,16 @@ class DistributedPrior:
         self._read = bringing(self.layout, self.tiling.read)
 
     def prox(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
-        """The proximal operator or denoiser of each patch, which gets the further arguments.
+        """Apply the proximal operator or denoiser to each patch, with the further arguments.
 
-        They may have a value for each image of the batch: then patches go to it one by one.
-        With `gather=False` this worker's patches in their places, and zeros elsewhere.
+        They may have a value for each image of the batch: then it gets the patches one by one. With
+        `gather=False` the result has this worker's patches in their places, and zeros elsewhere.
         """
         own = self.apply_to or (self.prior.prox if hasattr(self.prior, "prox") else self.prior)
         return self._apply("prox", own, x, args, settings, gather)
 
     def grad(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
-        """The gradient of each patch; the prior gets the further arguments."""
+        """Compute the gradient of each patch; the prior gets the further arguments."""
         if not hasattr(self.prior, "grad"):
             raise NotImplementedError(f"{self!r}: the prior {self.prior!r} has no method grad")
         return self._apply("grad", self.prior.grad, x, args, settings, gather)
@@ -154,7 +154,7 @@ class DistributedPrior:
         settings: Mapping[str, Any],
         gather: bool,
     ) -> Tensor:
-        """This worker's part of what a function of patches makes of the image."""
+        """This worker's part of the image that a function of patches gives."""
         call, layout = f"{self._label}.{name}", self.layout
         self.rows.check_call(call, gather=gather)
         if not self.active:
@@ -163,17 +163,17 @@ class DistributedPrior:
         said = f"{call}{gradients_of(tensors)}" if tensors else call
         x = self._agreed(call, said, local_data(signal))
         copies = Copies()
-        if tensors:  # each worker sees some of the patches: gradients of what all use are summed
+        if tensors:  # each worker has some of the patches: gradients of shared tensors are summed
             copies.add(tensors, layout.partition)
             args, settings = copies.instead((args, settings))
         read, tiling = self._read.apply(x), self.tiling if gather else self._in_place
-        # An argument of several values may have one for each image: a prior that is given a patch
-        # of all images, and no second patch, finds them as in the whole image.
+        # An argument with several values may have one for each image: a prior that gets one patch
+        # of all images, and no second patch, can match them as in the whole image.
         is_batch = self.strategy.signal_shape[0] > 1
         one_by_one = is_batch and any(map(_has_several, (*args, *settings.values())))
         problems: list[str] = []
-        # At the first call all workers raise or none does: one without patches finds nothing
-        # itself. Later calls cost no message, and the worker that finds something raises.
+        # In the first call all workers raise or none does: one without patches finds nothing
+        # itself. Later calls send no message, and only the worker that finds a problem raises.
         mode = said, torch.is_grad_enabled()
         is_new = mode not in self._checked
         try:
@@ -191,16 +191,16 @@ class DistributedPrior:
             raise ValueError(problem)
         # Of a call that raised, workers tell each other again when it is repeated.
         self._checked.add(mode)
-        if needs_grad(read):  # a worker without patches takes part in the backward pass, too
+        if needs_grad(read):  # a worker without patches also takes part in the backward pass
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)
         return tiling.finish(written) if gather else written
 
     def _agreed(self, call: str, said: str, x: Tensor) -> Tensor:
-        """This worker's part of an image, if all have theirs and say the same; or all raise."""
+        """This worker's part of an image, if all workers agree on the call; else all raise."""
         layout = self.layout
         if not isinstance(x, Tensor) or tuple(x.shape) != layout.local_shape:
-            # that of another worker may fit: all are told, and raise
+            # the part of another worker may fit: all are told, and raise
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             problem = f"{said}: expected a part of shape {layout.local_shape}, got {got}"
             agree(layout.partition, problem)
@@ -223,7 +223,7 @@ class DistributedPrior:
         problems: list[str],
         batch: Tensor,
     ) -> Tensor:
-        """What a function of the prior makes of a batch of patches, or ValueError."""
+        """The result of a function of the prior for a batch of patches, or ValueError."""
         result = function(batch, *args, **settings)
         if not isinstance(result, Tensor) or result.shape != batch.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -231,9 +231,9 @@ class DistributedPrior:
                 f"a prior must return a tensor of the shape of its input, {tuple(batch.shape)}, "
                 f"got {got}"
             )
-        # A gradient that went to a tensor which was not seen to be shared would be that of this
-        # worker's patches only, a silent wrong number. The batch itself may be one that the prior
-        # let need a gradient, in order to derive something.
+        # A gradient of a tensor that is not known to be shared would be that of this worker's
+        # patches only, a silent wrong number. The prior may have made the batch itself require a
+        # gradient, in order to differentiate something.
         leaf = unshared_leaf(result, given=[batch])
         if leaf is not None:
             problems.append(
@@ -255,14 +255,14 @@ class DistributedPrior:
 
 
 def _has_several(value: Any) -> bool:
-    """Whether an argument has several values, as one for each image of a batch."""
+    """Whether an argument has several values, such as one for each image of a batch."""
     if isinstance(value, Tensor):
         return value.numel() > 1
     return isinstance(value, list | tuple) and len(value) > 1
 
 
 class DistributedProcessing(torch.nn.Module):
-    """A denoiser whose patches all workers share out among them, for images of any shape.
+    """A denoiser whose patches are divided among all workers, for images of any shape.
 
     Forward:  x ↦ Σ_k R_kᵀ D(R_k x), where R_k cuts out patch k; each worker has some of them.
 
@@ -270,14 +270,15 @@ class DistributedProcessing(torch.nn.Module):
         ctx: the workers.
         processor: the denoiser, the same on all workers; a module gets the gradient of all patches.
         strategy: how images of one shape are cut; None for patches of `patch_size`.
-        patch_size: of the patches, a number or one for each dimension that is cut.
-        overlap: what is read on each side of a patch, which the denoiser depends on.
+        patch_size: the size of patches, a number or one for each dimension that is cut.
+        overlap: the width that is read on each side of a patch, as the denoiser needs.
         tiling_dims, max_batch_size: those of `SmartTilingStrategy`.
-        checkpoint_batches: which batches keep no activations and are computed again in a backward
-            pass: "always", "never", or "auto" for those of workers with several batches.
-        checkpoint_use_reentrant: of `torch.utils.checkpoint`; True is refused for a denoiser with
-            parameters to learn on several workers, where the sums of gradients would not match.
-        checkpoint_preserve_rng_state: of `torch.utils.checkpoint`, for denoisers that draw numbers.
+        checkpoint_batches: whether batches keep no activations and are computed again in a backward
+            pass: "always", "never", or "auto" for workers with several batches.
+        checkpoint_use_reentrant: see `torch.utils.checkpoint`; True raises for a denoiser with
+            trainable parameters on several workers, where the sums of gradients would not match.
+        checkpoint_preserve_rng_state: see `torch.utils.checkpoint`, for denoisers that draw
+            numbers.
 
     >>> import torch
     >>> from tessel.imaging import DistributedContext, distribute
@@ -323,7 +324,7 @@ class DistributedProcessing(torch.nn.Module):
 
         Args:
             x: the image, the same on all workers.
-            args, settings: of the denoiser.
+            args, settings: arguments of the denoiser.
             gather: False: this worker's patches in their places, and zeros elsewhere.
         """
         found = self._priors.get(x.shape)
@@ -339,7 +340,7 @@ class DistributedProcessing(torch.nn.Module):
         return found.prox(x, *args, gather=gather, **settings)
 
     def _processed(self, prior: DistributedPrior, batch: Tensor, *args: Any, **kw: Any) -> Tensor:
-        """What the denoiser makes of a batch of patches, with its activations or without."""
+        """The denoiser's result for a batch of patches, with or without a checkpoint."""
         derives = torch.is_grad_enabled()
         learned = derives and any(each.requires_grad for each in state_of(self.processor))
         several = len(prior.local_indices) * prior.strategy.signal_shape[0] > len(batch)
@@ -366,5 +367,5 @@ class DistributedProcessing(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_priors"] = {}  # made anew for the shapes that are met
+        state["_priors"] = {}  # made again for each shape that occurs
         return state

@@ -1,4 +1,4 @@
-"""DistributedSignal: the image that is reconstructed, whole on every worker or in parts."""
+"""DistributedSignal: the image to reconstruct, whole on every worker or in parts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class DistributedSignal:
     """A tensor that all workers reconstruct together.
 
     Without a partition every worker holds all of it: one shared value. With one, each worker holds
-    its part. Either way `data` is this worker's tensor and `layout` says what it is of the whole.
-    Workers that hold the same part hold the same numbers: `update_` sees to it.
+    its part. Either way `data` is this worker's tensor and `layout` its position in the whole.
+    Workers that hold the same part hold the same numbers: `update_` ensures it.
 
     Args:
         ctx: the workers.
         shape: the global shape, as (batch, channels, height, width).
-        dtype: of its numbers.
+        dtype: the dtype of its values.
         partition: None for the whole signal on every worker. A partition whose axes split the last
             dimensions (one with two axes splits height and width), the shape of such a grid, or
             any layout of this shape.
-        init: the first values, zeros if None. A tensor of the global shape, of which all workers
-            get that of worker 0; the others may pass None.
+        init: the first values, zeros if None. A tensor of the global shape; all workers get that of
+            worker 0, and the others may pass None.
 
     >>> import torch
     >>> from tessel.imaging import DistributedContext, DistributedSignal
@@ -70,12 +70,12 @@ class DistributedSignal:
         self.dtype = dtype
         self.layout = layout_of(ctx, self._shape, partition)
         self._data = torch.zeros(self.layout.local_shape, dtype=dtype, device=ctx.device)
-        # On how many workers each part lies.
+        # the number of workers that hold each part
         self._copies = math.prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
         self._update = f"DistributedSignal.update_ in {self.layout}"
         self._identity = f"{self._update} {self.layout.identity}"
         call = f"DistributedSignal(shape={self._shape}, dtype={self.dtype}) in {self.layout}"
-        # Whether a worker was given values is its own affair: all hear of it before one sends.
+        # Each worker may or may not have values: all learn which, before one sends.
         _, told = agree(ctx.partition, call, numbers=[int(init is not None)])
         given = [worker for worker, (is_given,) in told.items() if is_given]
         if given and 0 not in given:
@@ -102,7 +102,7 @@ class DistributedSignal:
 
     @property
     def device(self) -> torch.device:
-        """Where this worker's tensor is."""
+        """The device of this worker's tensor."""
         return self.ctx.device
 
     @property
@@ -111,35 +111,36 @@ class DistributedSignal:
         return self.layout.is_shared
 
     def update_(self, data: Tensor | None, source: int | None = None) -> None:
-        """Take a copy of new values, the same on all workers that hold the same part.
+        """Store a copy of new values, the same on all workers that hold the same part.
 
-        Workers tell each other shapes and a checksum of the values, in one small message. Where
-        checksums differ, all get the values of the first worker that holds the part; with
-        `DistributedContext(debug=True)` all raise instead. What is computed in the same way on all
-        workers is equal, and nothing more is sent.
+        Workers exchange shapes and a checksum of the values, in one small message. If checksums
+        differ, all get the values of the first worker that holds the part; with
+        `DistributedContext(debug=True)` all raise instead. Values that all workers compute in the
+        same way are equal, and nothing more is sent.
 
-        The copy keeps its history for autograd, that of each worker on that worker. Values that
-        differ and need a gradient raise ValueError on all: whether the others' tensors would get
-        a gradient or none would depend on the last bit. Say whose they are with `source`: then
-        that worker's tensor gets the whole gradient. Where no gradients are wanted, iterate under
-        `torch.no_grad()`: else all steps are kept.
+        The copy keeps its autograd history, on each worker its own. Values that differ and need a
+        gradient raise ValueError on all workers: otherwise the last bit would decide whether the
+        others' tensors get a gradient. Choose a worker with `source`: then its tensor gets the
+        whole gradient. If no gradients are needed, iterate under `torch.no_grad()`: otherwise all
+        steps are kept.
 
         Args:
-            data: of the global shape, or this worker's part of it.
-            source: the worker whose tensor of the global shape all get; others may pass None.
+            data: a tensor of the global shape, or this worker's part of it.
+            source: the worker whose tensor of the global shape all workers get; others may pass
+                None.
         """
         if source is not None:
             self._receive(data, source)
             return
         if not self.layout.partition.active:
             return
-        part = None  # of what has a shape that fits; else all raise, after they have agreed
+        part = None  # None if the shape does not fit: then all raise, after they have agreed
         if isinstance(data, Tensor) and data.layout is torch.strided:
             if tuple(data.shape) == self.layout.local_shape:
                 part = data.to(self.device)
             elif data.shape == self.shape:
                 part = self.layout.local_part(data).to(self.device)
-        # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
+        # The checksum is part of the agreement on shapes, in the one message that is sent anyway.
         number = 0 if part is None or self._copies == 1 else checksum_of([part])
         [(shapes, meta)], told = agree(
             self.layout.partition,
@@ -157,13 +158,13 @@ class DistributedSignal:
         self._data = part.to(self.device, copy=True)
 
     def _of_first(self, part: Tensor, meta: TensorMeta, worker: int, first: int) -> Tensor:
-        """What the first worker that holds a part has of it, on all that hold it; or all raise.
+        """The part of the first worker that holds it, on all that hold it; or all raise.
 
         Args:
-            part: what this worker has.
-            meta: what all know about these.
-            worker: one that has other values than the first one.
-            first: that one.
+            part: this worker's part.
+            meta: the agreed dtype, device and required derivatives.
+            worker: a worker with other values than the first one.
+            first: the first worker.
         """
         what = (
             f"DistributedSignal.update_: worker {worker} has other values than worker {first}, "
@@ -177,8 +178,8 @@ class DistributedSignal:
             raise ValueError(f"{what}: workers drifted apart; {way_out}")
         if meta.needs_grad or meta.has_tangent:
             raise ValueError(f"{what} and a gradient goes through it; {way_out}")
-        # Along the shared axes the first dimension is cut into all of it and nothing, so that the
-        # workers need no other group than that of the layout.
+        # Along the shared axes the first dimension is cut into all and nothing, so that the workers
+        # need no other group than that of the layout.
         cut, *others = self.layout.cuts
         intervals = tuple(
             interval
@@ -187,12 +188,12 @@ class DistributedSignal:
         )
         alone = Cut((*cut.axes, *self.layout.shared), intervals)
         firsts = replace(self.layout, cuts=(alone, *others), shared=())
-        # Workers of one layout move together: those that are not the first bring nothing.
+        # All workers of a layout take part in its moves: those that are not the first own nothing.
         owned = part if firsts.local_shape == self.layout.local_shape else part[:0]
         return Move(firsts, self.layout).apply(owned)
 
     def whole(self) -> Tensor:
-        """All of it, on every worker."""
+        """The whole tensor, on every worker."""
         everywhere = shared_whole(self.ctx.partition, self._shape)
         if self.layout == everywhere:
             return self.data
@@ -207,7 +208,7 @@ class DistributedSignal:
         return self.inner(a, a).real.sqrt()
 
     def _receive(self, data: Tensor | None, source: int) -> None:
-        """Give every worker its part of what one of them has."""
+        """Send every worker its part of the tensor of one of them."""
         if not 0 <= source < self.ctx.world_size:
             raise ValueError(
                 f"source: expected a worker from 0 to {self.ctx.world_size - 1}, got {source}"
@@ -225,7 +226,7 @@ class DistributedSignal:
             self._data = received.clone() if stays else received
 
     def _check(self, shapes: dict[int, Shape], dtype: torch.dtype) -> None:
-        """Raise ValueError if a worker brings no part of this signal, or other numbers."""
+        """Raise ValueError if a worker passed no part of this signal, or another dtype."""
         for worker, shape in shapes.items():
             part = self.layout.shape_on(worker)
             if shape not in (part, self._shape):
@@ -245,7 +246,7 @@ class DistributedSignal:
         return f"DistributedSignal({self.dtype}, {self.layout})"
 
 
-Image = DistributedSignal | Tensor  # an image, as methods take it
+Image = DistributedSignal | Tensor  # an image, as an argument of methods
 
 
 def local_data(value: Image) -> Tensor:

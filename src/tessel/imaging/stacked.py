@@ -1,7 +1,7 @@
-"""Stacked physics and data fidelities: called as those of `deepinv.distributed` are.
+"""Stacked physics and data fidelities, with the interface of `deepinv.distributed`.
 
-A stack is called with all measurements and gives all of them, where `DistributedPhysics` has those
-of each worker. `gather=False` leaves results where they arise.
+A stack takes and returns all measurements, while `DistributedPhysics` has those of each worker.
+`gather=False` leaves results where they are computed.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ REDUCE_OPS = (None, "sum", "mean")
 
 
 class DistributedStackedPhysics(DistributedPhysics):
-    """Operators of one image over workers, whose measurements every worker gets.
+    """Operators of one image, spread over workers, whose measurements every worker gets.
 
-    Forward:  x ↦ (A_0(x), …, A_{N−1}(x)), as shared values: every worker may derive them.
+    Forward:  x ↦ (A_0(x), …, A_{N−1}(x)), as shared values: every worker may differentiate them.
 
     Args:
         ctx: the workers.
         num_operators: the number N of operators.
         factory: `factory(i, device, factory_kwargs)` makes operator i; called on its worker only.
-        factory_kwargs: what all operators may use, by name; see `DistributedPhysics`.
-        gather_strategy: how measurements travel. "concatenated": those of a worker as one row, in
+        factory_kwargs: objects that all operators may use, by name; see `DistributedPhysics`.
+        gather_strategy: how measurements are sent. "concatenated": those of a worker as one row, in
             one exchange. "broadcast": one exchange for each, which needs no second copy of all of
-            them. "naive": pickled, which is slow and carries no gradient.
+            them. "naive": pickled, which is slow and does not support gradients.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -86,8 +86,8 @@ class DistributedStackedPhysics(DistributedPhysics):
         super().__init__(ctx, num_operators, factory, factory_kwargs)
         self._kinds: dict[
             tuple[int, ...], list[list[MeasurementKind]]
-        ] = {}  # of all workers, by checksums
-        # The names of deepinv for what has other names in the document.
+        ] = {}  # the measurements of all workers, by checksums
+        # deepinv's names of the same attributes.
         self.num_operators, self.gather_strategy = self.num_ops, gather_strategy
         self.local_physics, self.local_indexes = self.local_operators, self.local_indices
 
@@ -98,9 +98,9 @@ class DistributedStackedPhysics(DistributedPhysics):
 
         Args:
             x: the image.
-            gather: False: those of this worker's operators.
-            reduce_op: "sum" or "mean" over the operators, which must give one shape.
-            settings: of the operators.
+            gather: False: only those of this worker's operators.
+            reduce_op: "sum" or "mean" over the operators, whose measurements must have one shape.
+            settings: settings of the operators.
         """
         return self._finished("A", super().A(x, **settings), gather, reduce_op)
 
@@ -118,39 +118,40 @@ class DistributedStackedPhysics(DistributedPhysics):
         return self._images("A_vjp", x, self.own(v), gather, reduce_op, AT_IMAGE)
 
     def own(self, ys: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of measurements of all operators those of this worker, which may also be given alone."""
+        """This worker's measurements, from those of all operators or from its own ones."""
         count, partition = len(self.local_indices), self.ctx.partition
         if len(ys) == count and (isinstance(ys, LocalTensors) or count != self.num_ops):
             self._needed(None)
             return ys
         if len(ys) == self.num_ops:
-            # Shared values, of which each worker uses some: their gradients are those of all uses.
+            # Shared values, of which each worker uses some: gradients of all uses are summed.
             given = [ys[i] for i in range(len(ys))]
             needed = self._needed([needs_grad(each) for each in given])
             for i in needed:
-                # One that needs no gradient on this worker takes part in the sum of the others.
+                # A tensor that needs no gradient on this worker takes part in the sum of the
+                # others.
                 y = given[i] if given[i].requires_grad else given[i].detach().requires_grad_()
                 given[i] = copying(partition, tuple(y.shape)).apply(y)
-            # A worker without operators depends on those of the others, whose gradients it sums.
+            # A worker without operators depends on the others' tensors, whose gradients it sums.
             anchor = anchored_zeros((), *(given[i] for i in needed)) if needed else None
             return LocalTensors([given[i] for i in self.local_indices], anchor)
         call = (
             f"{self!r}: expected {self.num_ops} measurements, one for each operator, or the "
             f"{count} of worker {self.ctx.rank}, got {len(ys)}"
         )
-        agree(partition, call)  # all workers raise, or those that fit would wait
+        agree(partition, call)  # all workers raise, or those with correct arguments would wait
         raise ValueError(call)
 
     def _needed(self, flags: list[bool] | None) -> list[int]:
-        """Which measurements of all operators need a gradient on any worker.
+        """The measurements of all operators that need a gradient on any worker.
 
         Args:
-            flags: whether they do on this worker; None if it was given its own ones alone.
+            flags: whether they do on this worker; None if it only has its own ones.
         """
         own = [i for i, is_needed in enumerate(flags or ()) if is_needed]
         if self.ctx.world_size == 1 or not torch.is_grad_enabled():
             return own
-        # A checksum in each call; what it stands for only where workers differ.
+        # A checksum in each call; the flags themselves only if workers differ.
         said = [0 if flags is None else 1 + zlib.crc32(bytes(flags))]
         call = f"the measurements that {self._label} was given"
         _, told = agree(self.ctx.partition, call, numbers=said)
@@ -175,7 +176,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         terms: Iterable[Term] | None = None,
         **settings: Any,
     ) -> Any:
-        """The images that operators give back: their sum or mean, or each of them."""
+        """The images of the operators: their sum or mean, or each of them."""
         if not gather or reduce_op is None:
             found = self._each(method, x, ys, terms, **settings)
             like = None if x is None else local_data(x)
@@ -192,7 +193,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         reduce_op: str | None,
         like: Tensor | None = None,
     ) -> Any:
-        """What each worker has, that of all, or a sum of either."""
+        """The results of each worker, those of all workers, or a sum of either."""
         _check_reduce_op(reduce_op)
         if reduce_op is None:
             if not gather:
@@ -201,7 +202,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         share = None if like is None else torch.zeros_like(like)
         if found:
             share = reduce(torch.add, found)
-        if gather or like is None:  # some may have no operators, and learn the shape from others
+        if gather or like is None:  # workers without operators learn the shape from others
             share, _ = self.completed(f"{self._label}.{method}(reduce_op={reduce_op!r})", share)
         assert share is not None
         share = depending_on(share, anchor_of(found))
@@ -209,15 +210,15 @@ class DistributedStackedPhysics(DistributedPhysics):
         return found_sum / self.num_ops if reduce_op == "mean" else found_sum
 
     def _collected(self, call: str, items: LocalTensors) -> Any:
-        """The measurements of all workers on every one of them, each a shared value, in order."""
+        """The measurements of all workers on every worker, each a shared value, in order."""
         if self.ctx.world_size == 1:
             return as_tensor_list(list(items))
         partition, anchor = self.ctx.partition, items.anchor
         described = zip(self.local_indices, items, strict=True)
         mine = [(i, tuple(y.shape), y.dtype) for i, y in described]
         needs = any(each.requires_grad for each in (*items, *([] if anchor is None else [anchor])))
-        # Descriptions are sent once: later a checksum says that they are those of before. All
-        # workers have all checksums, so that all know or none knows what the others hold.
+        # Descriptions are sent once: later a checksum shows that they did not change. All workers
+        # have all checksums, so that either all or none know the others' tensors.
         said = [zlib.crc32(repr(mine).encode()), needs and torch.is_grad_enabled()]
         _, told = agree(partition, call, numbers=said)
         sums, records = zip(*told.values(), strict=True)
@@ -236,7 +237,7 @@ class DistributedStackedPhysics(DistributedPhysics):
                     found[i] = tensor.to(self.ctx.device)
         else:
             own = dict(zip(self.local_indices, items, strict=True))
-            # What travels together: one item at a time, or all of one dtype.
+            # Sent together: one item at a time, or all of one dtype.
             key = 0 if self.gather_strategy == "broadcast" else 2
             for batch in dict.fromkeys(each[key] for one in kinds for each in one):
                 some = [[each for each in one if each[key] == batch] for one in kinds]
@@ -258,7 +259,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         row = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.ctx.device)
         if records:
             row = depending_on(row, anchor)
-            # Graphs of all workers are alike: one that needs no gradient helps those that do.
+            # Graphs of all workers are alike, also of one that needs no gradient.
             row = row if row.requires_grad else row.detach().requires_grad_()
         layout = Layout.from_lengths(partition, [lengths])
         rows = Move(layout, shared_whole(partition, layout.shape)).apply(row)
@@ -270,7 +271,7 @@ class DistributedStackedPhysics(DistributedPhysics):
 
 
 def as_tensor_list(items: list[Tensor]) -> Any:
-    """Items in a list of which sums and multiples can be taken: deepinv's if it is imported."""
+    """Items in a list with sums and multiples: deepinv's if it is imported."""
     deepinv = sys.modules.get("deepinv.utils.tensorlist")
     return LocalTensors(items) if deepinv is None else deepinv.TensorList(items)
 
@@ -281,7 +282,7 @@ def _check_reduce_op(reduce_op: str | None) -> None:
 
 
 class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLinearPhysics):
-    """Linear operators of one image over workers, whose measurements every worker gets.
+    """Linear operators of one image, spread over workers, whose measurements every worker gets.
 
     Forward:  x ↦ (A_0 x, …, A_{N−1} x).    Adjoint:  y ↦ Σ_i A_iᵀ y_i.
 
@@ -306,7 +307,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
 
         Args:
             y: the measurements of all operators, or of this worker's.
-            gather: False: what this worker's operators give.
+            gather: False: the share of this worker's operators.
             reduce_op: "sum", "mean", or None for the images A_iᵀ y_i themselves.
         """
         return self._images("A_adjoint", None, self.own(y), gather, reduce_op)
@@ -324,7 +325,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         return self._images("A_adjoint_A", x, None, gather, reduce_op, **settings)
 
     def A_A_adjoint(self, y: Sequence[Tensor], gather: bool = True) -> Any:
-        """The measurements A_i Σ_j A_jᵀ y_j; the image between them is that of all operators."""
+        """The measurements A_i Σ_j A_jᵀ y_j, of the image of all operators."""
         return self.A(self.A_adjoint(y), gather)
 
     @property
@@ -348,12 +349,12 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
 
         Args:
             y: the measurements of all operators, or of this worker's.
-            solver: of an operator that has no pseudo-inverse in closed form; passed on to each. The
-                stacked operator is solved by conjugate gradients, "CG".
-            max_iter, tol: of the solver; None for its own.
-            local_only: True: (1/N) Σ_i A_i⁺ y_i, an approximation that takes one sum over workers.
+            solver: the solver of operators without a pseudo-inverse in closed form; passed on to
+                each. The stacked operator is solved by conjugate gradients, "CG".
+            max_iter, tol: settings of the solver; None for its own.
+            local_only: True: (1/N) Σ_i A_i⁺ y_i, an approximation that needs one sum over workers.
                 False: A⁺ y, exactly, with a sum in each iteration.
-            gather: False with `local_only`: what this worker's operators give.
+            gather: False with `local_only`: the share of this worker's operators.
         """
         if not local_only:
             if solver != "CG":
@@ -378,16 +379,16 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         local_only: bool = True,
         gather: bool = True,
     ) -> Tensor:
-        """A bound of the squared norm ‖A‖², or its value.
+        """An upper bound of the squared norm ‖A‖², or its value.
 
         Args:
             x0: an image of the shape and dtype of the domain.
-            max_iter: of power iterations.
+            max_iter: the number of power iterations.
             tol: stop when the estimate changes by less than this, relative to it.
-            verbose: print it, on the first worker.
-            local_only: True: Σ_i ‖A_i‖², which is no less than ‖A‖². False: ‖A‖² itself, with a sum
+            verbose: whether the first worker prints it.
+            local_only: True: Σ_i ‖A_i‖², which is at least ‖A‖². False: ‖A‖² itself, with a sum
                 over workers in each iteration.
-            gather: False with `local_only`: that of this worker's operators.
+            gather: False with `local_only`: the share of this worker's operators.
         """
         if local_only:
             like = local_data(x0)
@@ -415,8 +416,8 @@ class DistributedStackedFidelity(torch.nn.Module):
     Args:
         ctx: the workers.
         data_fidelity: one for all operators, or a function of (i, device, factory_kwargs).
-        num_operators: how many there are, needed for a function.
-        factory_kwargs: what functions may use, by name.
+        num_operators: the number of operators, required for a function.
+        factory_kwargs: objects that functions may use, by name.
         reduction: "sum", c = 1, or "mean", c = 1/N.
 
     >>> import torch
@@ -452,7 +453,7 @@ class DistributedStackedFidelity(torch.nn.Module):
                 "pass num_operators, the number of data fidelities that the function "
                 f"{data_fidelity!r} creates; got num_operators=None"
             )
-        # By physics, and forgotten with it: a fidelity is often made once and used for many.
+        # By physics, and dropped with it: a fidelity is often made once and used for many.
         self._made: WeakKeyDictionary[Any, DistributedDataFidelity] = WeakKeyDictionary()
 
     def forward(
@@ -470,7 +471,7 @@ class DistributedStackedFidelity(torch.nn.Module):
             x: the image.
             y: the measurements of all operators, or of this worker's.
             physics: the operators.
-            args, settings: of the data fidelities.
+            args, settings: arguments of the data fidelities.
             gather: False: the share of this worker's operators.
         """
         return self._of(physics, y)(x, *args, gather=gather, **settings)
@@ -489,7 +490,7 @@ class DistributedStackedFidelity(torch.nn.Module):
         gather: bool = True,
         **settings: Any,
     ) -> Tensor:
-        """The gradient of the loss in x."""
+        """The gradient of the loss with respect to x."""
         return self._of(physics, y).grad(x, *args, gather=gather, **settings)
 
     def prox(
@@ -501,7 +502,7 @@ class DistributedStackedFidelity(torch.nn.Module):
         gamma: float | Tensor = 1.0,
         **settings: Any,
     ) -> Tensor:
-        """argmin_u gamma f(u, y) + ½‖u − x‖², by conjugate gradients, where f is quadratic."""
+        """Compute argmin_u gamma f(u, y) + ½‖u − x‖² by conjugate gradients, for quadratic f."""
         own = self._of(physics, y)
         gradient = SimpleNamespace(grad=lambda u: own.grad(u, *args, **settings))
         layout = shared_whole(self.ctx.partition, tuple(x.shape))
@@ -525,7 +526,7 @@ class DistributedStackedFidelity(torch.nn.Module):
             self._made[physics] = DistributedDataFidelity(
                 self.ctx, physics, given, make, self.reduction, shared
             )
-        # Measurements come with each call, as deepinv has it; operators and fidelities stay.
+        # Measurements are passed to each call, as in deepinv; operators and fidelities stay.
         found = self._made[physics]
         own = physics.own(y)
         device = self.ctx.device
@@ -534,5 +535,5 @@ class DistributedStackedFidelity(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_made"] = WeakKeyDictionary()  # made anew for the physics that are met
+        state["_made"] = WeakKeyDictionary()  # made again for each physics
         return state

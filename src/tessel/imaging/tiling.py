@@ -2,9 +2,9 @@
 
 Patches are those of the whole image, so that results do not depend on the number of workers.
 
-- `Tiling`, of any strategy and layout: each worker has the whole image, and images are summed.
-- `GatheredCores`, of a whole image on every worker: the cores of patches alone are sent around.
-- `LocalWindows`, of an image in parts: a worker has the windows whose cores lie in its part.
+- `Tiling`, for any strategy and layout: each worker has the whole image, and images are summed.
+- `GatheredCores`, for a whole image on every worker: only the cores of patches are sent.
+- `LocalWindows`, for an image in parts: a worker has the windows whose cores are in its part.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tessel.imaging.distribution_strategies.strategies import (
 
 @dataclass(frozen=True)
 class Tiling:
-    """Which patches each worker has, what it reads for them, and what it answers for.
+    """The patches of each worker, what it reads for them, and what it writes.
 
     This one is for any strategy: every worker has the whole image and puts its patches into zeros.
 
     Args:
-        layout: of the image.
+        layout: the layout of the image.
         strategy: how the image is cut.
-        sharding: how patches are given to workers.
+        sharding: how patches are assigned to workers.
     """
 
     layout: Layout
@@ -55,27 +55,27 @@ class Tiling:
 
     @cached_property
     def read(self) -> Layout:
-        """What each worker reads."""
+        """The layout that each worker reads."""
         return Layout.whole(self.layout.partition, self.layout.shape)
 
     @cached_property
     def written(self) -> Layout:
-        """What each worker answers for."""
+        """The layout that each worker writes."""
         return self.read
 
     def indices(self) -> list[int]:
-        """The numbers of this worker's patches, those of one shape one after the other."""
+        """The numbers of this worker's patches, those of one shape consecutively."""
         partition = self.layout.partition
         assert partition.rank is not None
         return local_indices(self.count, partition.rank, partition.size, self.sharding)
 
     def patches(self, read: Tensor, indices: list[int]) -> Pairs:
-        """The patches of these numbers, from what this worker reads."""
+        """The patches with these numbers, from the box that this worker reads."""
         found: Pairs = self.strategy.get_local_patches(read, list(indices))
         return found
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
-        """Put what the prior made of patches into its place."""
+        """Write the prior's results for patches to their places."""
         self.strategy.reduce_patches(out, pairs)
 
     def put_together(
@@ -85,7 +85,7 @@ class Tiling:
         indices: list[int],
         one_by_one: bool = False,
     ) -> Tensor:
-        """What this worker's patches answer for, batch by batch, or each patch in a batch alone."""
+        """The box that this worker writes, computed batch by batch, or patch by patch."""
         out = read.new_zeros(self.written.local_shape)
         pairs = self.patches(read, indices)
         place, kept = 0, Pairs()
@@ -104,20 +104,20 @@ class Tiling:
                     f"first dimension: got a batch of length {len(result)} for patches of {start} "
                     "in all"
                 )
-            if in_turn:  # so that the results of one batch are kept at a time
+            if in_turn:  # so that only the results of one batch are kept
                 self.put(out, kept)
                 kept = []
         if place < len(pairs):
             raise ValueError(
                 f"{self.strategy!r}: apply_batching returned fewer patches than it was given"
             )
-        # A strategy of users may need all patches at once, and is called without any, too.
+        # A user's strategy may need all patches at once, and is also called without any.
         if not in_turn:
             self.put(out, kept)
         return out
 
     def finish(self, written: Tensor) -> Tensor:
-        """This worker's part of the image: the sum of what all workers put into zeros."""
+        """This worker's part of the image: the sum of all workers' results."""
         return self._write.apply(written)
 
     @cached_property
@@ -127,20 +127,20 @@ class Tiling:
 
 @dataclass(frozen=True)
 class GatheredCores(Tiling):
-    """Windows of a whole image on every worker, whose cores cover it once.
+    """A tiling of an image that is whole on every worker, with cores that cover it once.
 
-    Each worker puts the cores of its windows one after the other in a row; all workers get all
-    rows, and put them where they belong: half of what a sum over whole images would send.
+    Each worker writes the cores of its windows consecutively to a row; all workers get all rows,
+    and copy them to their places: this sends half as much as a sum over whole images.
     """
 
     @cached_property
     def written(self) -> Layout:
-        """The rows of all workers, one after the other."""
+        """The layout of the rows of all workers."""
         lengths = [sum(map(self._size, own)) for own in self._numbers]
         return Layout.from_lengths(self.layout.partition, [lengths])
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
-        """Put the cores of patches into their places in this worker's row."""
+        """Write the cores of patches to their places in this worker's row."""
         for i, patch in pairs:
             window = self.strategy.windows[i]
             inside = patch[self.strategy.region(window.core, window.read)]
@@ -148,7 +148,7 @@ class GatheredCores(Tiling):
 
     def finish(self, written: Tensor) -> Tensor:
         rows = self._write.apply(written)
-        # Rows come in the order of the workers, and in each of them cores in that of their numbers.
+        # Rows are in the order of the workers, and the cores in each in that of their numbers.
         image, start = rows.new_zeros(self.layout.shape), 0
         for i in chain.from_iterable(self._numbers):
             core = self.strategy.windows[i].core
@@ -170,13 +170,13 @@ class GatheredCores(Tiling):
         return [local_indices(self.count, k, workers, self.sharding) for k in range(workers)]
 
     def _size(self, i: int) -> int:
-        """How many values the core of a window has, those of the dimensions that are whole too."""
+        """The number of values of the core of a window, including dimensions that are not cut."""
         uncut = prod(self.layout.shape) // prod(self.strategy.lengths)
         return uncut * boxes.volume(self.strategy.windows[i].core)
 
     @cached_property
     def _places(self) -> dict[int, slice]:
-        """Where the cores of this worker lie in its row."""
+        """The places of this worker's cores in its row."""
         rank = self.layout.partition.rank
         assert rank is not None
         own = self._numbers[rank]
@@ -186,12 +186,12 @@ class GatheredCores(Tiling):
 
 @dataclass(frozen=True)
 class LocalWindows(Tiling):
-    """The windows of an image, each on the worker in whose part the middle of its core lies.
+    """A tiling with each window on the worker whose part contains the center of its core.
 
-    Dimensions that are not cut are whole in each window, but for the batch, whose parts stay apart.
+    Dimensions that are not cut are whole in each window, except the batch, which stays split.
 
     Args:
-        windows: in the order of their numbers.
+        windows: the windows, in the order of their numbers.
     """
 
     windows: tuple[PriorWindow, ...] = ()
@@ -202,18 +202,18 @@ class LocalWindows(Tiling):
 
     @cached_property
     def read(self) -> Layout:
-        """What each worker reads: from the first to the last index of its windows."""
+        """The layout that each worker reads: from the first to the last index of its windows."""
         return self._layout(lambda tiles: [read for _, read in tiles])
 
     @cached_property
     def written(self) -> Layout:
-        """What each worker answers for."""
+        """The layout that each worker writes."""
         if self.strategy.overlap:
             return self.read
         return self._layout(lambda tiles: [core for core, _ in tiles])
 
     def indices(self) -> list[int]:
-        """The numbers of this worker's windows, those of one shape one after the other."""
+        """The numbers of this worker's windows, those of one shape consecutively."""
         box = self.read.box()
         if box is None or boxes.volume(box) == 0:
             return []
@@ -225,12 +225,12 @@ class LocalWindows(Tiling):
         return sorted((numbers[window] for window in own), key=lambda i: self.windows[i].shape)
 
     def patches(self, read: Tensor, indices: list[int]) -> Pairs:
-        """The windows of these numbers, from what this worker reads."""
+        """The windows with these numbers, from the box that this worker reads."""
         box, _ = self._boxes
         return [(i, read[self.strategy.region(self.windows[i].read, box)]) for i in indices]
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
-        """Put what the prior made of windows into its place."""
+        """Write the prior's results for windows to their places."""
         _, box = self._boxes
         for i, patch in pairs:
             self.strategy.put_back(out, patch, self.windows[i], box)
@@ -246,8 +246,8 @@ class LocalWindows(Tiling):
                 [tile for tile in tiles if start <= sum(tile[0]) // 2 < stop]
                 for start, stop in self.layout.cuts[dim].intervals
             ]
-            # Copies of a part, along shared axes of the grid, divide the windows of its first
-            # dimension, so that none is computed twice.
+            # Copies of a part, along shared axes of the grid, divide the windows along the first
+            # cut dimension, so that none is computed twice.
             if position == 0:
                 places = [
                     place[slice(*some)]
@@ -258,7 +258,7 @@ class LocalWindows(Tiling):
         return found
 
     def _layout(self, intervals: Callable[[list[CoreAndRead]], list[Interval]]) -> Layout:
-        """Each worker's hull of these intervals of its windows."""
+        """The layout of each worker's hull of these intervals of its windows."""
         cuts = []
         first = self.strategy.dims[0]
         for dim, (cut, length) in enumerate(zip(self.layout.cuts, self.layout.shape, strict=True)):
@@ -270,14 +270,14 @@ class LocalWindows(Tiling):
             elif dim == 0 or len(cut.intervals) == 1:
                 cuts.append(cut)
             # A dimension that is split and not cut is read whole, by the workers at the first place
-            # of its axis: a prior sees all channels. The others have no windows.
+            # of its axis: a prior needs all channels. The others have no windows.
             else:
                 cuts.append(Cut(cut.axes, ((0, length), *[(0, 0)] * (len(cut.intervals) - 1))))
         return replace(self.layout, cuts=tuple(cuts), shared=())
 
     @cached_property
     def _boxes(self) -> tuple[Box, Box]:
-        """What this worker reads and answers for, along the dimensions that are cut."""
+        """The boxes that this worker reads and writes, along the dimensions that are cut."""
         read, written = self.read.box(), self.written.box()
         assert read is not None and written is not None
         dims = self.strategy.dims
@@ -285,18 +285,17 @@ class LocalWindows(Tiling):
 
 
 def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
-    """The tiling of an image in this layout that sends least."""
-    # Of a whole image each worker reads any window without a message: they are dealt out evenly.
+    """The tiling of an image in this layout that sends the least."""
+    # With a whole image each worker reads any window without a message: they are divided evenly.
     if layout.is_shared:
-        # Cores cover the image once, as far as the library knows: what a user's strategy puts
-        # together may overlap.
+        # Only of these strategies it is known that cores cover the image once: others may overlap.
         is_ours = type(strategy) in (SmartTilingStrategy, BasicStrategy)
         if layout.partition.size > 1 and is_ours and not strategy.overlap:
             return GatheredCores(layout, strategy, sharding)
     elif isinstance(strategy, WindowStrategy):
         windows = list(strategy.windows)
         if getattr(strategy, "patch_size", 0) is None and not strategy.overlap:
-            # One window for each part and its halo: for a prior that is a convolutional network,
+            # One window for each part and its halo: for a convolutional network as prior, this is
             # the halo exchange of its receptive field.
             cuts = [layout.cuts[dim].intervals for dim in strategy.dims]
             filled = [[part for part in cut if part[0] < part[1]] for cut in cuts]

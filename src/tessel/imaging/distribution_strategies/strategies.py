@@ -1,8 +1,8 @@
-"""Strategies: how an image is cut into patches for a prior, and put together again.
+"""Strategies: how an image is cut into patches for a prior, and reassembled.
 
-A window has a core, which it answers for, and a box that it reads: the core and a halo around it,
-which covers the receptive field of the prior. At the border of the image windows are shifted
-inwards, never padded, so that the prior sees the true border, as it does in the whole image.
+A window has a core, which it writes, and a box that it reads: the core and a halo around it, which
+covers the receptive field of the prior. At the border of the image, windows are shifted inwards and
+never padded, so that the prior sees the true border, as in the whole image.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from tessel.core import Box, Interval, Region, boxes
 
-CoreAndRead = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
+CoreAndRead = tuple[Interval, Interval]  # a core and its read interval along one dimension
 Pairs = list[tuple[int, Tensor]]
 
 
 class DistributedSignalStrategy(ABC):
-    """How an image is cut into patches, which go to the prior in batches, and comes together again.
+    """How an image is cut into patches, passed to the prior in batches, and reassembled.
 
-    A subclass gives the four methods. Each worker calls them with the numbers of its own patches;
-    what `reduce_patches` puts into zeros is summed over all workers.
+    A subclass implements the four methods. Each worker calls them with the numbers of its own
+    patches; the tensors that `reduce_patches` fills are summed over all workers.
 
     Args:
-        signal_shape: of the image, as (batch, channels, height, width).
+        signal_shape: the shape of the image, as (batch, channels, height, width).
 
     >>> import torch
     >>> from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
@@ -57,7 +57,7 @@ class DistributedSignalStrategy(ABC):
 
     @abstractmethod
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
-        """The patches of these numbers of the whole image `X`, each with its number."""
+        """The patches of the whole image `X` with these numbers, each with its number."""
 
     @abstractmethod
     def apply_batching(self, patches: list[Tensor]) -> Iterable[Tensor]:
@@ -65,27 +65,28 @@ class DistributedSignalStrategy(ABC):
 
     @abstractmethod
     def reduce_patches(self, out_tensor: Tensor, local_pairs: Pairs) -> None:
-        """Put what the prior made of patches into its place in `out_tensor`, which is zero."""
+        """Write the prior's results for patches to their places in `out_tensor`, which is zero."""
 
     @abstractmethod
     def get_num_patches(self) -> int:
-        """How many patches there are, on all workers together."""
+        """The number of patches on all workers together."""
 
 
 class WindowStrategy(DistributedSignalStrategy):
-    """Patches that are windows of the image, answered for by their cores or blended.
+    """Patches that are windows of the image, of which the cores are written, or all is blended.
 
     Args:
-        signal_shape: of the image.
+        signal_shape: the shape of the image.
         dims: the dimensions that are cut; None for all but the first two, batch and channels.
-        overlap: False: each index is taken from the window in whose core it lies. True: it is the
+        overlap: False: each index is taken from the window whose core contains it. True: it is the
             weighted sum of all windows that read it, Σ_k w_k y_k with Σ_k w_k = 1.
-        max_batch_size: at most so many patches go to the prior at once; None for no limit.
+        max_batch_size: the largest number of patches that go to the prior at once; None for no
+            limit.
     """
 
     reduces_in_turn = True
     windows: list[PriorWindow]
-    halo: tuple[int, ...]  # what is read on each side of a core
+    halo: tuple[int, ...]  # the width that is read on each side of a core
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class WindowStrategy(DistributedSignalStrategy):
         self.dims = tuple(dim % ndim for dim in given)
         if not self.dims or len(set(self.dims)) < len(self.dims):
             raise ValueError(f"expected at least one dimension, each only once, got {tuple(given)}")
-        self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of those that are cut
+        self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of cut dimensions
         self.whole: Box = tuple((0, length) for length in self.lengths)
         self._regions: dict[tuple[Box, Box], Region] = {}
         self.overlap = overlap
@@ -136,9 +137,9 @@ class WindowStrategy(DistributedSignalStrategy):
             self.put_back(out_tensor, patch, self.windows[i], self.whole)
 
     def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: Box) -> None:
-        """Put what the prior made of a window into a tensor that holds a box: its core, or all.
+        """Write the prior's result for a window to a tensor that holds a box: its core, or all.
 
-        All of it is weighted, to be blended with what other windows give.
+        In the second case it is weighted, and blended with the results of other windows.
         """
         if not self.overlap:
             inside = patch[self.region(window.core, window.read)]
@@ -154,9 +155,9 @@ class WindowStrategy(DistributedSignalStrategy):
         out[self.region(window.read, box)] += weights * patch
 
     def region(self, inner: Box, outer: Box) -> Region:
-        """Where a box lies in a tensor that holds another one, of the dimensions that are cut."""
+        """The region of a box in a tensor that holds another one, both of the cut dimensions."""
         found = self._regions.get((inner, outer))
-        if found is None:  # kept, since a solver asks for the same ones in each iteration
+        if found is None:  # cached, since a solver needs the same ones in each iteration
             along = dict(zip(self.dims, boxes.within(inner, outer), strict=True))
             dims = range(len(self.signal_shape))
             found = tuple(along.get(dim, slice(None)) for dim in dims)
@@ -165,7 +166,7 @@ class WindowStrategy(DistributedSignalStrategy):
 
     @cached_property
     def _order(self) -> dict[int, int]:
-        """The place of each window: those of one shape follow each other, to go in one batch."""
+        """The place of each window: those of one shape are consecutive, to form one batch."""
         numbers = range(len(self.windows))
         in_order = sorted(numbers, key=lambda i: (self.windows[i].shape, i))
         return {i: place for place, i in enumerate(in_order)}
@@ -195,7 +196,7 @@ class SmartTilingStrategy(WindowStrategy):
     on the whole image once the receptive field is covered.
 
     Args:
-        signal_shape: of the image.
+        signal_shape: the shape of the image.
         patch_size, receptive_field_size, stride: those of `TilingConfig`, each a number or one for
             each dimension that is cut; a patch is the core of a window.
         tiling_dims, overlap, max_batch_size: `dims` and others of `WindowStrategy`.
@@ -230,12 +231,12 @@ class BasicStrategy(WindowStrategy):
     """Balanced parts of some dimensions, each read with a halo.
 
     Args:
-        signal_shape: of the image.
+        signal_shape: the shape of the image.
         split_dims, overlap, max_batch_size: `dims` and others of `WindowStrategy`.
-        num_splits: the number of parts, one number or one for each dimension; None for as many
-            as parts of at most `patch_size` need, and two of each where that is None too.
+        num_splits: the number of parts, one number or one for each dimension; None for as many as
+            parts of at most `patch_size` need, or two if that is None as well.
         patch_size: the largest part, if `num_splits` is None.
-        receptive_field_size: what is read on each side of a part.
+        receptive_field_size: the width that is read on each side of a part.
 
     >>> from tessel.imaging.distribution_strategies import BasicStrategy
     >>> BasicStrategy((1, 3, 100, 40), split_dims=-2, num_splits=3)
@@ -280,12 +281,12 @@ def create_strategy(
     signal_shape: Sequence[int],
     **settings: Any,
 ) -> DistributedSignalStrategy:
-    """A strategy from its name, its class, or itself.
+    """Return a strategy from its name, its class, or a strategy.
 
     Args:
         strategy: "smart_tiling" or "basic", a function of the shape and settings, or a strategy.
-        signal_shape: of the image.
-        settings: of the strategy, by name.
+        signal_shape: the shape of the image.
+        settings: settings of the strategy, by name.
 
     >>> create_strategy("basic", (1, 1, 8, 8), num_splits=2).get_num_patches()
     4
@@ -301,7 +302,7 @@ def create_strategy(
 
 
 def maker_of(strategy: Any) -> Callable[..., DistributedSignalStrategy]:
-    """What makes a strategy of a shape and settings; ValueError if it is none, nor the name of one.
+    """The function that makes a strategy from a shape and settings; ValueError if there is none.
 
     >>> maker_of("basic").__name__
     'BasicStrategy'
@@ -318,7 +319,7 @@ def maker_of(strategy: Any) -> Callable[..., DistributedSignalStrategy]:
 def checked_sizes(
     what: str, value: int | Iterable[int], count: int | None, least: int
 ) -> tuple[int, ...]:
-    """One number for each dimension that is cut, from one or as many; None for any count."""
+    """One number for each dimension that is cut, from one or several; `count` None allows any."""
     try:
         each = value if isinstance(value, Iterable) else (value,) * (count or 1)
         numbers = tuple(map(as_int, each))
@@ -336,11 +337,11 @@ def checked_sizes(
 
 @dataclass(frozen=True)
 class PriorWindow:
-    """What one call of a prior answers for, and what it reads for that.
+    """The box that one call of a prior writes, and the box that it reads.
 
     Args:
-        core: the box of the image that the window answers for; cores cover the image once.
-        read: the box that it reads, which holds the core.
+        core: the box of the image that the window writes; cores cover the image once.
+        read: the box that it reads, which contains the core.
     """
 
     core: Box
@@ -348,7 +349,7 @@ class PriorWindow:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it reads."""
+        """The shape of the box that it reads."""
         return boxes.extent(self.read)
 
 
@@ -357,13 +358,13 @@ def tiles(
 ) -> list[PriorWindow]:
     """Windows with cores of the size `patch`, row by row; those at the end may be smaller.
 
-    All windows of a dimension read equally many indices, `patch + 2·halo` or all there are,
-    unless its length is no multiple of the stride: then those at the end read a few more or less.
+    All windows of a dimension read equally many indices, `patch + 2·halo` or all, unless its length
+    is no multiple of the stride: then those at the end read a few more or less.
 
     Args:
-        shape: of the image.
+        shape: the shape of the image.
         patch: the length of a core in each dimension.
-        halo: read on each side of it.
+        halo: the width that is read on each side of it.
         stride: windows start at multiples of this, and end there or with the image.
 
     >>> [window.read for window in tiles((10,), (4,), (1,), (1,))]
@@ -376,7 +377,7 @@ def tiles(
 def parts(
     cores: Sequence[Sequence[Interval]], shape: Sequence[int], halo: Sequence[int]
 ) -> list[PriorWindow]:
-    """Windows with these cores along each dimension, read with a halo that ends at the border.
+    """Windows with these cores along each dimension, with a halo that ends at the border.
 
     >>> [window.read for window in parts([[(0, 5), (5, 10)]], (10,), (1,))]
     [((0, 6),), ((4, 10),)]
@@ -389,7 +390,7 @@ def parts(
 
 
 def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[CoreAndRead]:
-    """The cores and what is read for them, along one dimension."""
+    """The cores along one dimension, each with the interval that is read for it."""
     slack = 0 if patch % stride == halo % stride == 0 else stride - 1  # lost by aligned starts
     width = -(-(patch + 2 * halo + slack) // stride) * stride  # rounded up to a multiple
     found = []
@@ -397,7 +398,7 @@ def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[CoreAnd
         core = start, min(start + patch, length)
         begin = _down(max(start - halo, 0), stride)
         # At the border the window is shifted inwards, not made smaller: all windows have one shape
-        # and go to the prior in one batch, and it sees the border as it is in the whole image.
+        # and form one batch, and the prior sees the border as in the whole image.
         if begin + width >= length:
             read = _down(max(length - width, 0), stride), length
         else:
@@ -407,7 +408,7 @@ def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[CoreAnd
 
 
 def crossed(along: Sequence[Sequence[CoreAndRead]]) -> list[PriorWindow]:
-    """The windows of all dimensions together, from those along each."""
+    """The windows in all dimensions, from those along each."""
     return [
         PriorWindow(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))
         for chosen in product(*along)
@@ -417,8 +418,8 @@ def crossed(along: Sequence[Sequence[CoreAndRead]]) -> list[PriorWindow]:
 def ramps(reads: Sequence[Interval], length: int) -> list[list[float]]:
     """Weights of windows along one dimension, which sum to one at each index.
 
-    The weight of a window falls towards those of its ends that lie inside of the image, in
-    proportion to the distance: w_k(i) = d_k(i) / Σ_j d_j(i).
+    The weight of a window falls towards its ends inside the image, in proportion to the distance:
+    w_k(i) = d_k(i) / Σ_j d_j(i).
 
     >>> ramps([(0, 3), (1, 4)], 4)
     [[1.0, 0.6666666666666666, 0.3333333333333333], [0.3333333333333333, 0.6666666666666666, 1.0]]
@@ -435,7 +436,7 @@ def ramps(reads: Sequence[Interval], length: int) -> list[list[float]]:
 
 def _distances(read: Interval, length: int) -> list[int]:
     start, stop = read
-    # At the border of the image a weight does not fall: no other window takes over there.
+    # At the border of the image a weight does not fall: no other window continues there.
     before = [length if start == 0 else i - start + 1 for i in range(start, stop)]
     after = [length if stop == length else stop - i for i in range(start, stop)]
     return [min(pair) for pair in zip(before, after, strict=True)]

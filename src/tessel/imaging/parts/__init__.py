@@ -1,4 +1,4 @@
-"""The image in parts: operators with halos, others that gather it, and what they are built from.
+"""The image in parts: operators with halos, operators that gather it, and their building blocks.
 
 It may import `imaging.context` and `imaging.parameters`, and what `imaging` may.
 """

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tessel.core import Shape, in_forward_mode, is_compiling
 
-LARGEST_DIRECT = 64  # values of a filter; a larger one is quicker by way of the Fourier transform
-# Bytes of a transform that is kept. One of a larger image would take the room that parts save.
+LARGEST_DIRECT = 64  # values of a filter; a larger one is faster by Fourier transforms
+# Bytes of a transform that is cached. Larger ones would use the memory that splitting saves.
 LARGEST_KEPT = 1 << 25
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -21,11 +21,11 @@ _ADJOINT = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 class FilterSpectrum:
-    """The Fourier transform of a filter, kept from one call to the next.
+    """The Fourier transform of a filter, cached from one call to the next.
 
-    A solver filters with one filter several times in each iteration. The values of the filter are
-    compared, not its version, which counts neither changes of `filter.data` nor those of an array
-    with the same memory: that costs little beside a transform as long as the image.
+    A solver uses one filter several times in each iteration. The values of the filter are compared,
+    not its version, which does not count changes through `filter.data` or through an array with the
+    same memory: this costs little compared to a transform as long as the image.
     """
 
     def __init__(self) -> None:
@@ -33,16 +33,17 @@ class FilterSpectrum:
         self._kept: tuple[Tensor, dict[tuple[Shape, bool], Tensor]] | None = None
 
     def of(self, filter: Tensor, lengths: Shape, is_complex: bool) -> Tensor:
-        """The transform of a filter that is continued by zeros up to these lengths.
+        """The transform of a filter that is padded with zeros to these lengths.
 
         Args:
             filter: (1 or batch, 1 or channels, *sizes).
-            lengths: of the transform.
-            is_complex: whether it is the one for complex images.
+            lengths: the lengths of the transform.
+            is_complex: whether images are complex.
         """
         there = torch.fft.fftn if is_complex else torch.fft.rfftn
         dims = tuple(range(2, filter.dim()))
-        # Derivatives go through a transform of their own call. On a GPU a comparison would wait.
+        # For derivatives the transform belongs to the call. On a GPU a comparison would
+        # synchronize.
         if (
             (filter.requires_grad and torch.is_grad_enabled())
             or in_forward_mode()
@@ -55,7 +56,7 @@ class FilterSpectrum:
         kept, form = self._kept, (lengths, is_complex)
         is_known = kept is not None and kept[0].dtype == filter.dtype
         if kept is None or not is_known or not torch.equal(kept[0], filter):
-            # which any later call may use, with a gradient of its image or without
+            # any later call may use it, with a gradient of its image or without
             with torch.inference_mode(False), torch.no_grad():
                 kept = filter.clone(), {}
         spectrum = kept[1].get(form)
@@ -68,7 +69,7 @@ class FilterSpectrum:
         return spectrum
 
     def __reduce__(self) -> tuple[type[FilterSpectrum], tuple[()]]:
-        return FilterSpectrum, ()  # a copy finds it again
+        return FilterSpectrum, ()  # a copy starts with an empty cache
 
 
 def convolve(
@@ -78,25 +79,25 @@ def convolve(
     adjoint: bool = False,
     spectrum: FilterSpectrum | None = None,
 ) -> Tensor:
-    """The convolution where the filter lies within x, at every `stride`-th place, or its adjoint.
+    """The valid convolution of x with a filter, at every `stride`-th place, or its adjoint.
 
-    Forward:  y[i] = Σ_t f[t] x[s·i + k − 1 − t].    The adjoint gives an image that is just as long
-    as the windows need.
+    Forward:  y[i] = Σ_t f[t] x[s·i + k − 1 − t].    The adjoint returns an image that is exactly
+    as long as the windows need.
 
     Args:
         x: (batch, channels, *space).
         filter: (1 or batch, 1 or channels, *sizes).
-        stride: how far apart outputs are.
+        stride: the distance between outputs.
         adjoint: whether the adjoint is applied.
-        spectrum: of the filters of other calls, which this one may use.
+        spectrum: the cache of the filter's transforms.
     """
     if prod(filter.shape[2:]) > LARGEST_DIRECT:
         return _by_fourier(x, filter, stride, adjoint, spectrum or FilterSpectrum())
     batch, channels = groups = x.shape[:2]
-    # torch correlates: a convolution has the filter the other way round.
+    # torch correlates: for a convolution the filter is flipped.
     weight = (filter.conj() if adjoint else filter).flip(tuple(range(2, filter.dim())))
-    # One filter for all images of the batch: channels are groups. One for each image: the batch is
-    # folded into the channels, so that each image has groups of its own.
+    # With one filter for all images of the batch, channels are groups. With one for each image, the
+    # batch is folded into the channels, so that each image has its own groups.
     if filter.shape[0] > 1:
         groups = torch.Size([1, batch * channels])
         weight = weight.expand(batch, channels, *weight.shape[2:]).flatten(0, 1).unsqueeze(1)
@@ -112,7 +113,7 @@ def _by_fourier(
 ) -> Tensor:
     """The same by the product of Fourier transforms.
 
-    Windows that lie within x see nothing of what a transform wraps around.
+    The wrap-around of the transform does not affect windows within x.
     """
     given, (lengths, smooth, kept, whole) = x, _windows(x.shape, filter.shape, stride, adjoint)
     if adjoint:
@@ -127,21 +128,21 @@ def _by_fourier(
     y = y[whole if adjoint else kept]
     if y.is_complex() or filter.is_complex():
         return y
-    # Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
-    # The bound is a tensor, not a number: reading it would wait for the GPU.
+    # Rounding must not make sums of nonnegative numbers negative: logarithms may follow. The bound
+    # is a tensor, not a number: reading it would synchronize with the GPU.
     least = torch.where((given.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
     least = least.to(y.dtype)
     if not torch.is_grad_enabled():
         return y.clamp_(min=least)
-    # The derivative is that of the sums: clamping itself would stop the gradient below zero.
+    # The derivative is that of the sums: that of the clamp would be zero below zero.
     return y + (y.detach().clamp(min=least) - y.detach())
 
 
-@lru_cache(maxsize=1024)  # shapes of a solver come again in each iteration
+@lru_cache(maxsize=1024)  # a solver has the same shapes in each iteration
 def _windows(
     image: Shape, filter: Shape, stride: int, adjoint: bool
 ) -> tuple[Shape, Shape, tuple[slice, ...], tuple[slice, ...]]:
-    """The lengths of an image and of its transform, where windows end, and all of the image."""
+    """The lengths of an image and of its transform, the ends of windows, and the whole image."""
     lengths = image[2:]
     if adjoint:
         pairs = zip(lengths, filter[2:], strict=True)
@@ -153,7 +154,7 @@ def _windows(
 
 
 def _smooth(length: int) -> int:
-    """The next number without prime factors above 5, of which transforms are fast.
+    """The next number without prime factors above 5, for which transforms are fast.
 
     >>> _smooth(97)
     100

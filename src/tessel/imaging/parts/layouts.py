@@ -1,12 +1,12 @@
-"""Images in parts: which workers hold one together, and what each reads for a filtered one.
+"""Images in parts: which workers hold one together, and what each reads to filter it.
 
-An image in parts lies on some axes of a grid of workers. Along the others, which the layout calls
-shared, there are more copies of it: each copy serves some of the operators. The workers of one
+An image in parts is split along some axes of a grid of workers. Along the others, the shared axes
+of its layout, there are copies of it: each copy serves some of the operators. The workers of one
 copy are a row.
 
-A filter reads a halo around each part. At the border of the image it reads what the padding says:
-values from the other end (`periodic_halo`, which moves them), or values that the worker has already
-(`LocalPadding`, which repeats them).
+A filter reads a halo around each part. At the border of the image the padding determines what it
+reads: values from the other end (`periodic_halo`, which moves them), or values that the worker
+already has (`LocalPadding`, which repeats them).
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from tessel.errors import check_choice
 from tessel.tensor import periodic_halo
 from tessel.transport import kept_in_job
 
-RunOfPlaces = tuple[int, int]  # where values that follow each other begin, and how many they are
+RunOfPlaces = tuple[int, int]  # where consecutive values begin, and their number
 
 
 def operator_grid(partition: Partition, shape: Iterable[int]) -> Layout:
-    """An image on a grid whose first axis is for operators, and whose others split space.
+    """The layout of an image on a grid whose first axis is for operators and whose others split it.
 
     A partition of 2×1×4 workers has two copies of the image for two groups of operators, each with
-    its last dimension in four parts and the one before whole.
+    its last dimension in four parts and the one before it whole.
 
     Args:
         partition: the grid.
-        shape: of the image; the axes behind the first split as many of its last dimensions.
+        shape: the shape of the image; the axes after the first split as many of its last
+            dimensions.
 
     >>> import tessel
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -66,12 +67,12 @@ def operator_grid(partition: Partition, shape: Iterable[int]) -> Layout:
 
 
 def check_parts(layout: Layout, what: str, shared: bool = False) -> None:
-    """Raise ValueError unless each index of an image lies on one worker, in order.
+    """Raise ValueError unless each index of an image is on one worker, in order.
 
     Args:
-        layout: of the image.
-        what: needs it so, in words.
-        shared: whether several workers may hold one part as a shared value.
+        layout: the layout of the image.
+        what: the caller that needs this, in words.
+        shared: whether several workers may share one part.
     """
     pairs = zip(layout.cuts, layout.shape, strict=True)
     ordered = all(cut.is_consecutive(length) for cut, length in pairs)
@@ -82,8 +83,8 @@ def check_parts(layout: Layout, what: str, shared: bool = False) -> None:
 
 @kept_in_job
 def bringing(source: Layout, target: Layout) -> LinearOperator:
-    """What lies in one layout as each worker reads it, which has a copy of its own in another."""
-    # Where each worker has what it reads, nothing moves, and nothing is copied.
+    """The operator from one layout to what each worker reads, in another, with separate copies."""
+    # If each worker already has what it reads, nothing is sent or copied.
     if replace(source, shared=()) == target:
         return Replicate(source, target)
     return Move(source, target)
@@ -91,7 +92,7 @@ def bringing(source: Layout, target: Layout) -> LinearOperator:
 
 @kept_in_job
 def gathering(layout: Layout, owner: int) -> Move:
-    """The whole of a tensor in parts on one worker; the adjoint scatters."""
+    """The operator that gathers a tensor on one worker; the adjoint scatters."""
     return Move(layout, Layout.whole(Partition((owner,), (1,)), layout.shape))
 
 
@@ -102,13 +103,13 @@ PADDINGS = ("valid", "circular", "reflect", "replicate", "constant")
 class FilterWindow:
     """A window that slides over the last dimensions of an image.
 
-    Output i reads s·i − before + t for t < size; what lies beyond the image is what the padding
-    says. With "valid" nothing does, and there are fewer outputs.
+    Output i reads s·i − before + t for t < size; the padding defines the values beyond the image.
+    With "valid" no window reaches beyond it, and there are fewer outputs.
 
     Args:
-        sizes: of the window, one for each of the last dimensions.
+        sizes: the sizes of the window, one for each of the last dimensions.
         padding: "valid", "circular", "reflect", "replicate" or "constant" (zeros).
-        stride: how far apart windows are.
+        stride: the distance between windows.
 
     >>> FilterWindow((3, 4), "circular").widths, FilterWindow((3,), "valid", stride=2).lengths((9,))
     (((1, 1), (1, 2)), (4,))
@@ -128,13 +129,13 @@ class FilterWindow:
 
     @cached_property
     def widths(self) -> tuple[Interval, ...]:
-        """How far the windows stick out of the image, before and behind it."""
+        """How far the windows extend beyond the image, before and after it."""
         if self.padding == "valid":
             return ((0, 0),) * len(self.sizes)
         return tuple(((size - 1) // 2, size // 2) for size in self.sizes)
 
     def lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """How many outputs there are along dimensions of these lengths."""
+        """The number of outputs along dimensions of these lengths."""
         found = tuple(
             (length + before + after - size) // self.stride + 1
             for length, size, (before, after) in zip(lengths, self.sizes, self.widths, strict=True)
@@ -150,24 +151,24 @@ class FilterWindow:
         return found
 
     def field(self, dim: int, length: int) -> ReceptiveField:
-        """What an output reads along a dimension of this length of the image."""
+        """The receptive field along a dimension of the image with this length."""
         window = Window(self.sizes[dim], self.stride)
         if self.padding not in ("reflect", "replicate"):
-            return window  # what lies beyond the image is moved or put there before
+            return window  # values beyond the image are moved or filled in before
         return Mirrored(replace(window, before=self.widths[dim][0]), length, self.padding)
 
     def centre(self, dim: int) -> int:
-        """Where the middle of the first window lies."""
+        """The position of the center of the first window."""
         return (self.sizes[dim] - 1) // 2 - self.widths[dim][0]
 
 
 @kept_in_job
 def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, ...], Layout]:
-    """The steps that bring each worker what its windows read, and where the outputs lie.
+    """The steps that bring each worker what its windows read, and the layout of the outputs.
 
-    Each worker computes the outputs whose windows have their middle in its part, so that what it
-    reads of others is a halo on both sides, and no worker has to send its whole part. Dimensions
-    that are whole on each worker are padded there, after the exchange.
+    Each worker computes the outputs whose windows are centered in its part, so that it reads a halo
+    on both sides from others, and no worker has to send its whole part. Dimensions that are whole
+    on each worker are padded there, after the exchange.
     """
     first = len(source.shape) - len(kernel.sizes)
     target = filtered(source, kernel)
@@ -180,13 +181,13 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
         if is_ring and source.is_split(dim):
             steps.append(periodic_halo(here, dim, *width))
             here = steps[-1].codomain
-        elif is_ring:  # padded after the exchange, which sends less so
+        elif is_ring:  # padded after the exchange, which then sends less
             rings[dim] = width
         fields.append(None if dim in rings else kernel.field(dim - first, source.shape[dim]))
     mirrors = {dim: each for dim, each in enumerate(fields) if isinstance(each, Mirrored)}
     if kernel.padding == "constant":
-        # Zeros are not sent: the image is seen as part of a larger one, of which nobody holds the
-        # rim, and a movement fills with zeros what nobody holds.
+        # Zeros are not sent: the image becomes part of a larger one whose rim no worker holds, and
+        # a move fills indices that no worker holds with zeros.
         here = here.embedded(*zip(*[(0, 0)] * first, *kernel.widths, strict=True))
     cuts = tuple(
         cut
@@ -197,8 +198,8 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
         )
     )
     read = replace(here, cuts=cuts)
-    # A movement that changes nothing is left out, but for the only step: there must be one that
-    # says which shape is read.
+    # A move that changes nothing is omitted, unless it is the only step: one is needed to define
+    # the shape that is read.
     if here != read or not (steps or rings or mirrors):
         steps.append(Move(here, read))
     for dim, (before, after) in rings.items():
@@ -207,12 +208,12 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
     if mirrors:
         steps.append(LocalPadding(read, target, mirrors))
     for step in steps:
-        step.prepare()  # all workers make the groups, here and not in a first call
+        step.prepare()  # all workers make the groups here, not in a first call
     return tuple(steps), target
 
 
 def filtered(source: Layout, kernel: FilterWindow) -> Layout:
-    """Where the outputs of a kernel lie: each where the middle of its window does."""
+    """The layout of the outputs of a kernel: each is where the center of its window is."""
     first = len(source.shape) - len(kernel.sizes)
     lengths = kernel.lengths(source.shape[first:])
     cuts = list(source.cuts)
@@ -227,22 +228,22 @@ def filtered(source: Layout, kernel: FilterWindow) -> Layout:
 
 
 class LocalPadding(LinearOperator):
-    """Repeat values of what a worker reads where its windows stick out of the image.
+    """Repeat values of the part that a worker reads where its windows extend beyond the image.
 
-    Forward:  y[i] = x[places[i]] along each dimension; nothing moves. The adjoint adds what the
-    repeated values are asked for.
+    Forward:  y[i] = x[places[i]] along each dimension; nothing is sent. The adjoint adds up the
+    gradients of repeated values.
 
     Args:
-        read: what the workers read.
-        target: what they compute of it.
-        mirrors: for each dimension that is padded, which indices the windows of outputs read.
+        read: the layout that the workers read.
+        target: the layout with the repeated values.
+        mirrors: for each padded dimension, the indices that the windows of outputs read.
     """
 
     def __init__(self, read: Layout, target: Layout, mirrors: Mapping[int, Mirrored]) -> None:
         self.domain, partition = read, read.partition
         self.runs: dict[int, list[RunOfPlaces]] = {}  # for each dimension that this worker pads
         shapes = []
-        # A layout needs the shapes of all workers, though each computes its own part only.
+        # A layout needs the shapes of all workers, though each computes only its own part.
         for worker in partition.ranks:
             shape, held, box = list(read.shape_on(worker)), read.box(worker), target.box(worker)
             assert held is not None and box is not None
@@ -268,7 +269,7 @@ class LocalPadding(LinearOperator):
         for dim, runs in reversed(self.runs.items()):
             x = y.new_zeros((*y.shape[:dim], self.domain.local_shape[dim], *y.shape[dim + 1 :]))
             place = 0
-            # One after the other, since runs overlap: in a short image also those of both ends.
+            # One after another, since runs overlap: in a short image even those of both ends.
             for start, length in runs:
                 x.narrow(dim, start, length).add_(y.narrow(dim, place, length))
                 place += length
@@ -277,7 +278,7 @@ class LocalPadding(LinearOperator):
 
 
 def _runs(places: Sequence[int]) -> list[RunOfPlaces]:
-    """Places in runs of those that follow each other: whole slices are copied, not single rows.
+    """Group places into runs of consecutive ones, so that slices are copied and not single rows.
 
     >>> _runs([1, 0, 1, 2, 3, 2])
     [(1, 1), (0, 4), (2, 1)]

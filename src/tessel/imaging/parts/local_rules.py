@@ -1,9 +1,9 @@
-"""Recognition of users' operators that act locally, by their attributes and by trying them.
+"""Recognition of users' local operators, by their attributes and by trying them.
 
-An operator says what it is by its attributes: `filter` and `padding`, `factor`, `mask`. That two
-classes have attributes of the same names does not make them the same operator, so that what is
-recognised is tried: its values must be those of the object's own `A`, and of `A_adjoint`, `A_vjp`
-and `A_adjoint_A` where it has them.
+An operator is recognised by its attributes: `filter` and `padding`, `factor`, `mask`. Attributes
+with the same names do not make two classes the same operator, so each candidate is tried: its
+values must equal those of the object's own `A`, and of `A_adjoint`, `A_vjp` and `A_adjoint_A` if it
+has them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from tessel.imaging.parts.operators import (
     Whole,
 )
 
-MakeOperator = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
-# What objects of users raise for tensors that they were not made for.
+MakeOperator = Callable[[Layout], PartOperator]  # makes the operator for an image in any parts
+# The exceptions of user objects for tensors that they do not support.
 MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
 
 
 def partition_physics(physics: Any, layout: Layout, owner: int | None = None) -> RowOperator:
     """An operator for an image in parts: the same as `physics` on the whole image.
 
-    An operator with a local kernel, which is one that has a `filter`, `padding`, `factor` or
-    `mask` and does what these say, adjoint included, works on the parts and on halos. Any other is
-    applied to the whole image, on one worker.
+    An operator with a local kernel, that is, one that has a `filter`, `padding`, `factor` or `mask`
+    and acts accordingly, adjoint included, works on the parts and on halos. Any other is applied to
+    the whole image, on one worker.
 
     Args:
         physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers.
-        layout: of the image, in parts. Of one that is whole on every worker, which has any shape,
-            each worker applies its own operators.
-        owner: the worker that applies an operator without local kernel, by default the first one.
+        layout: the layout of the image, in parts. If the image is whole on every worker, of any
+            shape, each worker applies its own operators.
+        owner: the worker that applies an operator without a local kernel, by default the first one.
 
     >>> import tessel, torch
     >>> from types import SimpleNamespace
@@ -72,11 +72,11 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
 
 
 def rule_of(physics: Any, shape: Shape) -> MakeOperator | None:
-    """How to make `physics` for images in parts, or None if no local rule gives the same.
+    """The function that makes `physics` for images in parts, or None if no local rule matches.
 
     Args:
         physics: an object with `A`.
-        shape: of the whole image.
+        shape: the shape of the whole image.
 
     >>> import torch
     >>> class Vignette:
@@ -87,16 +87,16 @@ def rule_of(physics: Any, shape: Shape) -> MakeOperator | None:
     False
     """
     for rule, smallest in _candidates(physics, shape):
-        # A small image first: the whole one may be as large as a worker can hold, and the values at
-        # its borders are those of a small one.
+        # A small image first: the whole one may be as large as a worker can hold, and a small one
+        # has the same behaviour at its borders.
         for tried in filter(None, (smallest, shape)):
             try:
                 operator = rule(_alone(tried))
                 is_equal = _is_equal(physics, operator, _random(physics, tried))
                 is_equal = is_equal and _is_equal_of_complex(physics, operator)
             except MISFITS:
-                # The object takes images of one size only, or the rule is not for it. Neither is an
-                # error: the operator is then applied to the whole image, on one worker.
+                # The object supports only images of one size, or the rule does not match. Neither
+                # is an error: the operator is then applied to the whole image, on one worker.
                 continue
             if is_equal:
                 return rule
@@ -106,7 +106,7 @@ def rule_of(physics: Any, shape: Shape) -> MakeOperator | None:
 
 
 def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[MakeOperator, Shape | None]]:
-    """Rules that an object's attributes suggest, each with a small image to try it on."""
+    """Rules that an object's attributes suggest, each with the shape of a small trial image."""
     links = getattr(physics, "physics_list", None)
     if links is not None and len(links) > 0 and not isinstance(links, Tensor):
         chain = _chain(list(links), shape)
@@ -115,8 +115,8 @@ def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[MakeOperator, Shap
     filter, padding = getattr(physics, "filter", None), getattr(physics, "padding", None)
     factor = getattr(physics, "factor", 1)
     if isinstance(filter, Tensor) and filter.dim() == len(shape) and isinstance(factor, int):
-        # Without a padding it may be one of those that filter by the transform of the image, whose
-        # size is then fixed: no other is tried.
+        # Without a padding it may filter by the transform of the image, whose size is then fixed:
+        # no other is tried.
         how = padding.lower() if isinstance(padding, str) else "circular"
         small = _small(shape, filter.shape, factor) if isinstance(padding, str) else None
         now = partial(getattr, physics, "filter")  # it may be assigned anew
@@ -130,7 +130,7 @@ def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[MakeOperator, Shap
 
 
 def _chain(links: Sequence[Any], shape: Shape) -> MakeOperator | None:
-    """Operators one after the other, if each of them has a rule."""
+    """The rule for a chain of operators, if each of them has a rule."""
     rules = []
     for link in links:
         rule = rule_of(link, shape)
@@ -150,7 +150,7 @@ def _chain(links: Sequence[Any], shape: Shape) -> MakeOperator | None:
 
 @torch.no_grad()
 def _is_equal(physics: Any, operator: PartOperator, x: Tensor) -> bool | None:
-    """Whether all methods give the same for x; None if an adjoint is for images of another size."""
+    """Whether all methods are equal for x; None if an adjoint is for images of another size."""
     y = physics.A(x)
     if not isinstance(y, Tensor) or not _close(operator.A(x), y):
         return False
@@ -167,18 +167,18 @@ def _is_equal(physics: Any, operator: PartOperator, x: Tensor) -> bool | None:
 
 @torch.no_grad()
 def _is_equal_of_complex(physics: Any, operator: PartOperator) -> bool:
-    """Whether it is the same for complex images, of which some operators read the real part."""
+    """Whether both are equal for complex images, of which some operators read the real part."""
     spaces = {"A": operator.domain, "A_adjoint": operator.codomain}
-    # One method after the other: complex images are twice as large as those of the other trials.
+    # One method at a time: complex images are twice as large as those of the other trials.
     for name in filter(partial(hasattr, physics), spaces):
         try:
             shape = spaces[name].shape
             x = torch.complex(_random(physics, shape), _random(physics, shape, seed=8))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of complex numbers that are cast to real ones
+                warnings.simplefilter("ignore")  # about complex numbers that are cast to real ones
                 expected = getattr(physics, name)(x)
             got = getattr(operator, name)(x)
-        except MISFITS:  # one of them takes real images only: complex ones raise when they come
+        except MISFITS:  # one of them supports only real images: later complex ones raise
             continue
         if not isinstance(expected, Tensor) or not _close(got, expected):
             return False
@@ -186,16 +186,16 @@ def _is_equal_of_complex(physics: Any, operator: PartOperator) -> bool:
 
 
 def _random(physics: Any, shape: Shape, seed: int = 7) -> Tensor:
-    """Random values of the dtype that the object computes in."""
+    """Random values in the dtype in which the object computes."""
     found = (value for value in _tensors(physics) if value.is_floating_point())
     like = next(found, torch.empty(0, device="cpu"))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu")
-    return 4 * x.to(like.device)  # also what would saturate
+    return 4 * x.to(like.device)  # large enough to show saturation
 
 
 def _tensors(physics: Any) -> Iterator[Tensor]:
-    """The tensors that an object is made of, as far as they can be seen."""
+    """The tensors of an object, as far as they can be found."""
     for name in ("filter", "mask"):
         value = getattr(physics, name, None)
         if isinstance(value, Tensor):
@@ -205,7 +205,7 @@ def _tensors(physics: Any) -> Iterator[Tensor]:
 
 
 def _close(got: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding, which transforms of a whole image do not do as sums do."""
+    """Whether tensors are equal up to rounding, in which transforms differ from sums."""
     if got.shape != expected.shape:
         return False
     accuracy = 1e3 * torch.finfo(got.dtype).eps
@@ -214,12 +214,12 @@ def _close(got: Tensor, expected: Tensor) -> bool:
 
 
 def _small(shape: Shape, filter: Sequence[int], factor: int) -> Shape:
-    """An image just large enough for a filter to show what it does at all borders."""
+    """The shape of an image just large enough to show a filter's behaviour at all borders."""
     sizes = (3 * size + 2 * factor + 1 for size in filter[2:])
     lengths = (min(n, size) for n, size in zip(shape[2:], sizes, strict=True))
     return (*shape[:2], *lengths)
 
 
 def _alone(shape: Shape) -> Layout:
-    """An image that lies whole on this worker."""
+    """The layout of an image that is whole on this worker alone."""
     return Layout.whole(Partition((transport.this_worker(),), (1,)), shape)

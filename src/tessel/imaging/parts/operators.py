@@ -1,4 +1,4 @@
-"""Operators on an image in parts: filters, masks, differences, chains, and any operator whole."""
+"""Operators on an image in parts: filters, masks, differences, chains, and gathered operators."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tessel.imaging.parameters import as_dtype, attempted, current, idle, known,
 from tessel.imaging.parts.filtering import FilterSpectrum, convolve
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
 
-DTYPES = (  # of images and measurements
+DTYPES = (  # supported by images and measurements
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
 )
-Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
+Value = Callable[[], Tensor]  # returns a tensor, possibly another one at the next call
 
 
 class PartOperator(LinearOperator):
-    """A linear operator on an image in parts, with the methods that imaging calls physics.
+    """A linear operator on an image in parts, with the methods of physics.
 
-    A subclass gives `A` and `A_adjoint` on this worker's parts, as movements and torch functions:
-    gradients of the parts, and of what the operator is made of, follow.
+    A subclass implements `A` and `A_adjoint` on this worker's parts with moves and torch functions:
+    gradients of the parts, and of the operator's own tensors, follow.
     """
 
     is_local = True
@@ -50,7 +50,7 @@ class PartOperator(LinearOperator):
         raise NotImplementedError(f"{type(self).__name__} must implement `A`")
 
     def A_adjoint(self, y: Tensor) -> Tensor:
-        """This worker's part of the adjoint's image."""
+        """This worker's part of the image Aᵀ y."""
         raise NotImplementedError(f"{type(self).__name__} must implement `A_adjoint`")
 
     def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class PartOperator(LinearOperator):
         return self.A_adjoint(self.A(x))
 
     def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
-        """This worker's part of what `physics(x)` gives of the whole image, on its owner.
+        """This worker's part of `physics(x)`, computed from the whole image on its owner.
 
-        It may draw noise, for the whole measurement, as in one process.
+        It may draw noise for the whole measurement, as in one process.
         """
         whole, dtypes = Whole(physics, self.domain, owner), [each.dtype for each in self.values()]
         y = whole.computed(
@@ -76,7 +76,7 @@ class PartOperator(LinearOperator):
         return gathering(self.codomain, owner).H.apply(y)
 
     def part_of(self, y: Tensor, name: str) -> Tensor:
-        """This worker's part of a measurement that was given whole, or in its part."""
+        """This worker's part of a measurement, which is passed whole or as this part."""
         if tuple(y.shape) == self.codomain.shape:
             return self.codomain.local_part(y).clone()
         if tuple(y.shape) == self.codomain.local_shape:
@@ -87,21 +87,21 @@ class PartOperator(LinearOperator):
         )
 
     def values(self) -> list[Tensor]:
-        """The tensors that it is made of, which may need gradients."""
+        """The operator's own tensors, which may need gradients."""
         return []
 
     def users(self) -> tuple[Any, ...]:
-        """Objects of users that compute in it, whose parameters may need gradients."""
+        """User objects that compute in it, whose parameters may need gradients."""
         return ()
 
     def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
-        """What is wrong with what was brought for it, as the end of a sentence.
+        """What is wrong with its input, as the end of a sentence.
 
         Args:
-            dtype: of what was brought.
+            dtype: the dtype of the input.
             y: this worker's part of the measurement.
-            name: of the operator and its measurement: a number.
-            what: was brought, in words.
+            name: the number of the operator and its measurement.
+            what: the input, in words.
         """
         found = None if dtype is None else self.misfit(dtype)
         if found is not None:
@@ -115,7 +115,7 @@ class PartOperator(LinearOperator):
         return ""
 
     def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype of a value that makes other numbers of images of this dtype, if there is one.
+        """The dtype of a value that does not fit images of this dtype, if there is one.
 
         Complex values may make complex measurements of real images.
         """
@@ -130,7 +130,7 @@ class PartOperator(LinearOperator):
 
     @property
     def identity(self) -> str:
-        """What it is in words, the same on every worker."""
+        """The operator in words, the same on every worker."""
         return f"{type(self).__name__} on {self.domain.identity}"
 
 
@@ -140,14 +140,14 @@ class Convolution(PartOperator):
     Forward:  y[i] = Σ_t f[t] x[s·i + c − t], where c is the middle of the filter: the index
     ⌊(k − 1) / 2⌋ of the window; channels and images of a batch are filtered on their own.
 
-    Each worker reads the halo of its part, also around the corner of a periodic image, filters,
-    and stores the outputs whose middle is in its part. The filter is whole on all workers.
+    Each worker reads the halo of its part, for a periodic image also from the other end, filters,
+    and stores the outputs whose center is in its part. The filter is whole on all workers.
 
     Args:
-        layout: of the image, (batch, channels, *space), in parts.
-        filter: (1 or batch, 1 or channels, *sizes), or a function that gives it at each call.
+        layout: the layout of the image, (batch, channels, *space), in parts.
+        filter: (1 or batch, 1 or channels, *sizes), or a function that returns it at each call.
         padding: "valid", "circular", "reflect", "replicate", "constant" or "zeros".
-        stride: how far apart outputs are.
+        stride: the distance between outputs.
 
     >>> import tessel, torch
     >>> from tessel.imaging.parts import Convolution
@@ -161,7 +161,7 @@ class Convolution(PartOperator):
         self, layout: Layout, filter: Tensor | Value, padding: str = "valid", stride: int = 1
     ) -> None:
         check_parts(layout, type(self).__name__)
-        # A filter may be learned, or assigned anew: it is asked for in each call.
+        # A filter may be learned, or assigned anew: it is looked up in each call.
         self._value: Value = (lambda: filter) if isinstance(filter, Tensor) else filter
         self.filter_shape: Shape = tuple(self._value().shape)
         image, (batch, channels, *_) = layout.shape, (*self.filter_shape, 0, 0)
@@ -177,28 +177,28 @@ class Convolution(PartOperator):
         self._steps, self.codomain = fetch(layout, self.kernel)
         self._read_shape = self._steps[-1].codomain.local_shape
         self._spectrum = FilterSpectrum()
-        self.prepare()  # all workers make the group, here and not in a first call
+        self.prepare()  # all workers make the group here, not in a first call
 
     def A(self, x: Tensor) -> Tensor:
         for step in self._steps:  # to what this worker's windows read
             x = step.apply(x)
         filter = self._filter()
-        # torch's convolutions refuse empty images. The result still depends on the inputs: the
-        # graphs of all workers have the same movements, in the same order.
+        # torch's convolutions do not accept empty images. The result still depends on the inputs:
+        # the graphs of all workers have the same moves, in the same order.
         if 0 in x.shape or 0 in self.codomain.local_shape:
             return anchored_zeros(self.codomain.local_shape, x, filter)
         return convolve(x, filter, self.kernel.stride, spectrum=self._spectrum)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
-        # Step by step and under one name, so that each frees what the one before it made: a product
-        # of the steps would keep what it was given until its end.
+        # Step by step and under one name, so that each frees the result of the one before it: a
+        # product of the steps would keep its input until its end.
         y = self._back(y)
         for step in reversed(self._steps):
             y = step.H.apply(y)
         return y
 
     def _back(self, y: Tensor) -> Tensor:
-        """What is asked of all that this worker read."""
+        """The adjoint of filtering, in the shape that this worker reads."""
         filter, shape = self._filter(), self._read_shape
         if 0 in shape or 0 in y.shape:
             return anchored_zeros(shape, y, filter)
@@ -215,7 +215,7 @@ class Convolution(PartOperator):
         return None if found == dtype else found  # torch convolves tensors of one dtype
 
     def _filter(self) -> Tensor:
-        """What this worker filters with: a copy of its own of the shared filter."""
+        """The filter of this worker: its own copy of the shared one."""
         filter = self._value()
         # Halos were planned for one size of the filter, which users may change by assignment.
         if tuple(filter.shape) != self.filter_shape:
@@ -259,14 +259,14 @@ class Decimation(Convolution):
 
 
 class Mask(PartOperator):
-    """The product of each value of an image in parts with a number: inpainting, a vignette.
+    """The elementwise product of an image in parts with a mask: inpainting, a vignette.
 
-    Forward:  y[i] = m[i] x[i].    Nothing moves.
+    Forward:  y[i] = m[i] x[i].    Nothing is sent.
 
     Args:
-        layout: of the image, in parts.
-        mask: of a shape that broadcasts to that of the image, whole on all workers; or a function
-            that gives it at each call.
+        layout: the layout of the image, in parts.
+        mask: a mask whose shape broadcasts to that of the image, whole on all workers; or a
+            function that returns it at each call.
 
     >>> import tessel, torch
     >>> from tessel.imaging.parts import Mask
@@ -307,15 +307,16 @@ class Mask(PartOperator):
 
 
 class Differences(PartOperator):
-    """The differences of neighbouring values of an image, along each spatial dimension.
+    """The differences of adjacent values of an image, along each spatial dimension.
 
     Forward:  y[i, d] = x[i + e_d] − x[i], and 0 at the far border.    Adjoint: −divergence.
 
-    This is the gradient in total variation. Each worker reads one row of its next neighbours; of an
-    image that is whole on every worker, nothing moves.
+    This is the gradient in total variation. Each worker reads one row of its next neighbours; if
+    the image is whole on every worker, nothing is sent.
 
     Args:
-        layout: of the image, (batch, channels, *space), in parts or whole on every worker.
+        layout: the layout of the image, (batch, channels, *space), in parts or whole on every
+            worker.
 
     >>> import tessel, torch
     >>> from tessel.imaging.parts import Differences
@@ -334,8 +335,8 @@ class Differences(PartOperator):
         self.codomain = replace(
             layout, shape=(*layout.shape, num_dims), cuts=(*layout.cuts, Cut((), ((0, num_dims),)))
         )
-        # One value behind each part. At the far border there is none, so that parts there read
-        # less, and the last difference is zero.
+        # One value after each part. At the far border there is none, so that parts there read less,
+        # and the last difference is zero.
         wide = layout.grow([(0, 0)] * 2 + [(0, 1)] * num_dims)
         self._halo = None if wide == layout else Move(layout, wide)
         self._wide = wide.local_shape
@@ -345,7 +346,7 @@ class Differences(PartOperator):
         found, own = [], self.domain.local_shape
         for dim in range(2, wide.dim()):
             along = wide
-            for other in range(2, wide.dim()):  # the halo counts along one dimension at a time
+            for other in range(2, wide.dim()):  # the halo is used along one dimension at a time
                 along = along if other == dim else along.narrow(other, 0, own[other])
             steps = along.diff(dim=dim) if along.shape[dim] else along
             found.append(_lengthened(steps, dim, own[dim]))
@@ -369,7 +370,7 @@ class Differences(PartOperator):
 
 
 class Chain(PartOperator):
-    """Operators one after the other, the first one applied first."""
+    """A chain of operators, the first one applied first."""
 
     def __init__(self, *operators: PartOperator) -> None:
         self.operators = operators
@@ -397,17 +398,17 @@ class Chain(PartOperator):
 
 
 class Whole:
-    """Any operator, by way of the whole image on one worker.
+    """Any operator, applied to the whole image on one worker.
 
-    The image is gathered where the operator is, and there the operator is applied; its
-    measurement stays there, and other workers hold an empty tensor. The adjoint scatters.
+    The image is gathered on the owner of the operator, which applies it; the measurement stays
+    there, and other workers hold an empty tensor. The adjoint scatters.
 
     Args:
-        physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers, used on
-            its owner only.
-        layout: of the image, in parts; None if this worker has whole images, of any shape: then
-            nothing moves.
-        owner: the worker that has the operator.
+        physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers, used
+            only on its owner.
+        layout: the layout of the image, in parts; None if this worker has whole images, of any
+            shape: then nothing is sent.
+        owner: the worker that applies the operator.
     """
 
     is_local = False
@@ -421,26 +422,26 @@ class Whole:
             self.domain = layout
             self._move = gathering(layout, owner)
             self.here = self._move.codomain.partition.active
-        # By a method and the dtype that it was given, what it gives: the owner told all workers.
+        # The dtype of results by method and dtype of the input, as the owner told all workers.
         self._dtypes: dict[tuple[str, torch.dtype], torch.dtype] = {}
-        # A linear operator has one derivative everywhere, for which no image is gathered.
+        # The derivative of a linear operator does not depend on the image, so none is gathered.
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
 
     def gather(self, x: Tensor) -> Tensor:
-        """The whole image on the owner, elsewhere an empty tensor."""
+        """The whole image on the owner, an empty tensor elsewhere."""
         return x if self._move is None else self._move.apply(x)
 
     def scatter(self, image: Tensor) -> Tensor:
-        """This worker's part of what the owner has; the adjoint of `gather`."""
+        """This worker's part of the owner's image; the adjoint of `gather`."""
         return image if self._move is None else self._move.H.apply(image)
 
     def A(self, x: Tensor, **settings: Any) -> Tensor:
-        """The measurement on the owner, elsewhere an empty tensor."""
+        """The measurement on the owner, an empty tensor elsewhere."""
         y = self.computed(lambda image: self.physics.A(image, **settings), self.gather(x))
         return self._as_on_owner("A", x, y)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
-        """This worker's part of the adjoint's image."""
+        """This worker's part of the image Aᵀ y."""
         shape = None if self.is_alone else self.domain.shape
         image = self.computed(lambda y: self.physics.A_adjoint(y), y, whole=shape)
         return self.scatter(self._as_on_owner("A_adjoint", y, image))
@@ -458,7 +459,7 @@ class Whole:
     def image(
         self, function: Callable[..., Tensor], x: Tensor, *more: Tensor, users: Any = ()
     ) -> Tensor:
-        """This worker's part of an image that a function makes of the whole one, and of `more`."""
+        """This worker's part of the image that a function makes of the whole one and `more`."""
         if self.is_alone:
             return function(x, *more)
         given, shape, dtype = (self.gather(x), *more), self.domain.shape, x.dtype
@@ -473,17 +474,18 @@ class Whole:
         dtype: torch.dtype | None = None,
         users: Any = (),
     ) -> Tensor:
-        """What a function makes of tensors on the owner, and nothing of this shape elsewhere.
+        """The result of a function of tensors on the owner, and an empty tensor elsewhere.
 
         Args:
-            function: of the tensors, which calls the operator.
-            given: the tensors, which are empty elsewhere.
-            shape: of what other workers give.
-            whole, dtype: what the result must have, which goes on to them; None for any.
+            function: the function of the tensors, which calls the operator.
+            given: the tensors, which are empty on other workers.
+            shape: the shape of the result on other workers.
+            whole, dtype: shape and dtype that the result must have, since it is sent on; None for
+                any.
             users: further objects whose parameters the function uses.
         """
         users = (self.physics, users)
-        # A worker with whole images is not alone in what it does: its caller checks for all.
+        # All workers with whole images compute alike: the caller checks for all.
         if self.is_alone:
             return function(*given)
         if self.here:
@@ -504,7 +506,7 @@ class Whole:
         return nothing if dtype is None else as_dtype(nothing, dtype)
 
     def _as_on_owner(self, method: str, given: Tensor, result: Tensor) -> Tensor:
-        """A result in the dtype that it has on the owner: complex of a real image, for example."""
+        """A result in the dtype that it has on the owner: complex for a real image, for example."""
         if self.is_alone:
             return result
         told = self._dtypes.get((method, given.dtype))
@@ -513,7 +515,7 @@ class Whole:
             code = DTYPES.index(result.dtype) if result.dtype in DTYPES else -1
             _, said = agree(self.domain.partition, call, numbers=[-1 if noticed.get() else code])
             code = said[self.owner][0]
-            if code < 0:  # all raise after the call
+            if code < 0:  # all workers raise after the call
                 return as_dtype(result, given.dtype)
             told = self._dtypes[method, given.dtype] = DTYPES[code]
         if self.here and result.dtype != told:
@@ -521,27 +523,27 @@ class Whole:
         return as_dtype(result, told)
 
     def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
-        """What `physics(x)` gives of the whole image on its owner, elsewhere an empty tensor."""
+        """The result of `physics(x)` for the whole image on its owner, else an empty tensor."""
         y = self.computed(partial(physics, **settings), self.gather(x))
         return self._as_on_owner("__call__", x, y)
 
     def part_of(self, y: Tensor, name: str) -> Tensor:
-        """A measurement on the owner, elsewhere an empty tensor."""
+        """The measurement on the owner, an empty tensor elsewhere."""
         return y if self.here else y.new_empty(0)
 
     def values(self) -> list[Tensor]:
-        """None: what it is made of is the user's."""
+        """No tensors: those of the operator are the user's."""
         return []
 
     def users(self) -> tuple[Any, ...]:
         return (self.physics,)
 
     def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
-        return ""  # the user's operator says itself what it needs, on its owner
+        return ""  # the user's operator checks its input itself, on its owner
 
     @property
     def identity(self) -> str:
-        """What it is in words, the same on every worker."""
+        """The operator in words, the same on every worker."""
         return f"Whole on worker {self.owner} of {self.domain.identity}"
 
 
@@ -549,7 +551,7 @@ RowOperator = PartOperator | Whole
 
 
 def vjp(operator: Any, x: Tensor, v: Tensor) -> Tensor:
-    """The product J(x)ᵀ v with the Jacobian of an operator, by what the operator offers."""
+    """The product J(x)ᵀ v with the Jacobian of an operator, by its own method if it has one."""
     if hasattr(operator, "A_vjp"):
         return operator.A_vjp(x, v)
     if hasattr(operator, "A_adjoint"):
@@ -558,25 +560,25 @@ def vjp(operator: Any, x: Tensor, v: Tensor) -> Tensor:
 
 
 def normal(operator: Any, x: Tensor, **settings: Any) -> Tensor:
-    """The product Aᵀ A x, by what the operator offers."""
+    """The product Aᵀ A x, by the operator's own method if it has one."""
     if hasattr(operator, "A_adjoint_A"):
         return operator.A_adjoint_A(x, **settings)
     return operator.A_adjoint(operator.A(x, **settings))
 
 
 def _own(value: Tensor, partition: Partition) -> Tensor:
-    """A shared value as this worker's own copy; its gradient sums what all workers ask for."""
+    """A shared value as this worker's own copy; its gradient is summed over all workers."""
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value
-    value = current.get().get(id(value), value)  # one that more workers than those use
+    value = current.get().get(id(value), value)  # a copy that more workers use
     if isinstance(getattr(value.grad_fn, "operator", None), Replicate):
-        return value  # it is one already
+        return value  # it already is a copy
     layout = shared_whole(partition, tuple(value.shape))
     return replicate(value, layout, layout.shared)
 
 
 def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> Tensor:
-    """The part of a tensor of length 1 or n along each dimension that belongs to a box."""
+    """The part of a tensor, of length 1 or n along each dimension, that belongs to a box."""
     if box is None:
         return value
     for dim, (start, stop) in enumerate(box[:dims]):
@@ -586,7 +588,7 @@ def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> 
 
 
 def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
-    """Zeros behind a tensor, up to a length."""
+    """A tensor padded with zeros at its end, up to a length."""
     if x.shape[dim] == length:
         return x
     shape = (*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :])

@@ -1,7 +1,7 @@
-"""Rows: the workers that hold one copy of an image together, whole or in parts.
+"""Rows: the workers that together hold one copy of an image, whole or in parts.
 
-What a call on an image does depends on its rows alone. A whole image on every worker is a layout
-that is shared along all axes of the grid: each worker is a row by itself.
+Calls on an image depend only on its rows. A whole image on every worker is a layout that is shared
+along all axes of the grid: each worker is a row by itself.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from tessel.core import (
 from tessel.imaging.parts.layouts import check_parts
 from tessel.transport import kept_in_job
 
-CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional and keyword arguments
 NO_ARGUMENTS: CallArguments = (), {}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of workers that hold an image together, one for each group of operators.
+    """The rows of workers that hold an image, one for each group of operators.
 
     Args:
-        layout: of the image; shared along the axes of operators.
+        layout: the layout of the image; shared along the axes of operators.
     """
 
     layout: Layout
 
     def of(self, shape: Iterable[int]) -> Rows:
-        """Those of images that have this shape on this worker."""
+        """The rows of images that have this shape on this worker."""
         return self
 
     def name_of(self, worker: int) -> str:
-        """What a worker has, in words."""
+        """The copy that a worker has, in words."""
         return f"copy {self.place_of(worker)} of the image"
 
     @cached_property
     def known_shape(self) -> Shape | None:
-        """The shape of an image on this worker, if all know it before there is one."""
+        """The shape of an image on this worker, if all workers know it in advance."""
         return self.layout.local_shape
 
     def check_call(
         self, call: str, arguments: CallArguments = NO_ARGUMENTS, gather: bool = True
     ) -> None:
-        """Raise NotImplementedError for what only calls on whole images take."""
+        """Raise NotImplementedError for arguments that only calls on whole images support."""
         if not gather:
             raise NotImplementedError(
                 f"{call}: gather=False requires the whole image on every worker; with an image in "
@@ -74,11 +74,11 @@ class Rows:
 
     @cached_property
     def count(self) -> int:
-        """How many copies of the image there are."""
+        """The number of copies of the image."""
         return prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
 
     def place_of(self, worker: int) -> int:
-        """Which of the copies a worker has a part of."""
+        """The number of the copy of which a worker has a part."""
         coordinates = self.layout.partition.coordinates(worker)
         assert coordinates is not None
         sizes = [self.layout.partition.shape[axis] for axis in self.layout.shared]
@@ -86,7 +86,7 @@ class Rows:
 
     @cached_property
     def own(self) -> Layout:
-        """The image in the parts of this worker's row alone."""
+        """The layout of the image on this worker's row alone."""
         whole = self.layout.partition
         along = [axis for axis in range(whole.dim) if axis not in self.layout.shared]
         here = transport.this_worker()
@@ -100,15 +100,15 @@ class Rows:
 
     @cached_property
     def size(self) -> int:
-        """How many workers a row has."""
+        """The number of workers in a row."""
         return self.layout.partition.size // self.count
 
     def use(self, x: Tensor) -> Tensor:
-        """The shared parts as this row's own; the adjoint sums over the rows."""
+        """The shared parts as separate copies of the rows; the adjoint sums over the rows."""
         return x if self.count == 1 else replicate(x, self.layout, self.layout.shared)
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
-        """The sum over the rows, as shared parts; the adjoint moves nothing."""
+        """The sum over the rows, as shared parts; the adjoint sends nothing."""
         return share if self._sum is None else self._sum.apply(share, meta)
 
     @cached_property
@@ -118,10 +118,10 @@ class Rows:
 
 
 class WholeRows(Rows):
-    """The rows of an image that is whole on every worker: each worker is one by itself.
+    """The rows of an image that is whole on every worker: each worker is a row by itself.
 
-    Whole images come in any shape: a layout without dimensions stands for all of theirs. What an
-    operator is given, and what it learns, is this worker's affair.
+    Whole images may have any shape: a layout without dimensions represents all of them. The input
+    and the gradients of an operator concern this worker alone.
     """
 
     def of(self, shape: Iterable[int]) -> Rows:
@@ -141,18 +141,18 @@ class WholeRows(Rows):
 
     @cached_property
     def _sum(self) -> Move:
-        # Also of one row: a share may be a tensor of the user, which a movement does not return.
+        # Even with one row: a share may be a tensor of the user, which a move does not return.
         return Move(replace(self.layout, shared=()), self.layout)
 
 
 @kept_in_job
 def rows_of(layout: Layout) -> Rows:
     """The rows of a layout; all workers of the job make them together."""
-    if layout.is_shared:  # the only place where calls on whole images and on parts are told apart
+    if layout.is_shared:  # the only place that distinguishes calls on whole images and on parts
         return WholeRows(layout)
     rows = Rows(layout)
-    # Groups of workers are made by all workers of the job in one order, those of other rows
-    # included: a worker that made only its own would wait for the others.
+    # All workers of the job make groups in one order, including those of other rows: a worker that
+    # made only its own would wait for the others.
     alone = [axis for axis in range(layout.partition.dim) if axis not in layout.shared]
     layout.partition.slices(alone)
     if layout.partition.active:
@@ -162,12 +162,12 @@ def rows_of(layout: Layout) -> Rows:
 
 @kept_in_job
 def whole_rows(partition: Partition, shape: Shape) -> Rows:
-    """The rows of an image that is whole on every worker, by its shape: a solver asks often."""
+    """The rows of an image that is whole on every worker, cached by its shape."""
     return rows_of(shared_whole(partition, shape))
 
 
 def rows_of_operators(layout: Layout | None, everyone: Partition) -> Rows:
-    """The rows that share out operators of an image; None or whole: all workers, for any shape."""
+    """The rows among which operators are divided; with None or a whole layout, all workers."""
     if layout is None or layout.is_shared:
         return whole_rows(everyone, ())
     return rows_of(layout)

@@ -1,9 +1,9 @@
 """Solvers: iterative methods on images that are whole on every worker or in parts.
 
 A method defines one iteration; `solve` iterates it, with criteria, a history, a progress bar and
-checkpoints. Methods use `grad` and `prox` of data fidelities and priors, and `A` and `A_adjoint` of
-physics, on local tensors; inner products are those of the layout. It may import `imaging.signal`,
-`imaging.parameters`, `imaging.parts` and what `imaging` may.
+checkpoints. Methods call `grad` and `prox` of data fidelities and priors, and `A` and `A_adjoint`
+of physics, on local tensors; inner products are those of the layout. It may import
+`imaging.signal`, `imaging.parameters`, `imaging.parts` and what `imaging` may.
 """
 
 from tessel.imaging.solvers.checkpoint import Checkpoint as Checkpoint

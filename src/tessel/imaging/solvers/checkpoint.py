@@ -1,9 +1,9 @@
-"""Checkpoints: the values of a solver on disk, from which a run that was interrupted resumes.
+"""Checkpoints: the values of a solver on disk, from which an interrupted run resumes.
 
-What all workers write after one iteration, a generation, is one checkpoint of
-`torch.distributed.checkpoint` (`state.write_parts`): each value that lies as the image does is a
-whole tensor in pieces, which any grid reads, and each worker has notes with everything else. Its
-folder has its name once all have written it. Two of them are kept.
+All workers write a generation after the same iteration, as one checkpoint of
+`torch.distributed.checkpoint` (`state.write_parts`): each value with the layout of the image is a
+whole tensor in pieces, which any grid can read, and each worker has notes with everything else. Its
+folder gets its name once all have written it. Two generations are kept.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tessel.transport import this_worker
 
 _CALL = "solvers.Checkpoint"
 _NAME = re.compile(r"iteration-(\d{8,12})")
-_DEPTH = 4  # of objects in a method that its fingerprint looks into
-_NO_NUMBERS = (  # modules whose objects it does not look into
+_DEPTH = 4  # of nested objects in a method that its fingerprint includes
+_NO_NUMBERS = (  # modules whose objects it does not include
     *("tessel.core", "tessel.transport", "tessel.imaging.context"),
     *("torch", "builtins", "functools"),
 )
@@ -37,16 +37,17 @@ _NO_NUMBERS = (  # modules whose objects it does not look into
 
 @encodable
 class Notes(NamedTuple):
-    """What a worker writes beside its parts of the image.
+    """The data that a worker writes besides its parts of the image.
 
     Args:
-        size: how many workers wrote.
-        layout: of the image.
-        kind: what must be the same for a run to resume, and, if the image lies as it did, operators
-            and their numbers.
-        history: of the iterations.
+        size: the number of workers that wrote.
+        layout: the layout of the image.
+        kind: properties that must be the same for a run to resume; with an unchanged layout also
+            operators and their numbers.
+        history: the history of the iterations.
         random: the states of torch's generators.
-        others: numbers, and what does not lie as the image does; all of a worker without a part.
+        others: numbers, and values without the layout of the image; all values of a worker without
+            a part.
     """
 
     size: int
@@ -59,25 +60,25 @@ class Notes(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a solver keeps what it needs to resume, and how often it writes it.
+    """Where a solver stores the values from which it can resume, and how often.
 
     A run that finds the files of an earlier one resumes where that was interrupted, and ends at the
-    same image, bit by bit. The state of torch's random numbers is kept, too. A run on another
+    same image, bit by bit. The state of torch's random numbers is also kept. A run on another
     number of workers, or with the image in other parts, resumes from the same image: each worker
-    reads its part of it, and ends at the same image but for rounding; random numbers go on as those
-    of the first worker. A metric that is new in a run that resumes begins there, in a shorter list.
+    reads its part, and the result is the same up to rounding; random numbers continue as those of
+    the first worker. A metric that is new in a resumed run begins there, in a shorter list.
 
     The last two checkpoints are kept, each complete on the disk before it counts. If a file of the
     last one is missing or damaged, the run warns, names it, and resumes from the one before; if
-    that cannot be read either all workers raise. A folder of another problem, of which the image,
-    the method, the operators or their numbers differ, is refused; operators and numbers are
-    compared only where the image lies as it did, since they differ in other parts.
+    that cannot be read either, all workers raise. A folder of another problem, with another image,
+    method, operators or numbers, raises; operators and numbers are compared only if the layout of
+    the image is unchanged, since they differ in other parts.
 
     Args:
-        folder: where the files go; workers on several hosts need not share it, unless a run
+        folder: the folder of the files; workers on several hosts need not share it, unless a run
             resumes in other parts.
         every: the number of iterations between two checkpoints; the last is always written.
-        resume: whether to resume from what is there.
+        resume: whether to resume from existing files.
 
     >>> import tempfile, torch
     >>> from types import SimpleNamespace
@@ -93,7 +94,7 @@ class Checkpoint:
     folder: str | os.PathLike[str]
     every: int = 10
     resume: bool = True
-    # of the method that is solved now, as it was in the beginning
+    # the problem of the current method, as it was in the beginning
     _problem: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,14 +103,14 @@ class Checkpoint:
     def write(
         self, values: Iterates, iteration: int, history: History, method: Method, space: Space
     ) -> None:
-        """Write this worker's parts, and remove what is older than the generation before.
+        """Write this worker's parts, and remove everything older than the generation before.
 
         Args:
-            values: of the method.
-            iteration: after how many.
-            history: of these.
-            method: which would resume.
-            space: where the image lies.
+            values: the values of the method.
+            iteration: the number of iterations.
+            history: the history of these.
+            method: the method that would resume.
+            space: the space of the image.
         """
         layout, workers = space.layout, space.workers
         folder, ndim = self._generation(iteration), len(layout.shape)
@@ -117,7 +118,7 @@ class Checkpoint:
         if values["x"].is_cuda:
             random["cuda"] = torch.cuda.get_rng_state(values["x"].device)
         saying = f"the checkpoint in {self.folder} cannot be written"
-        with together(_CALL, workers, saying):  # which may hold what has no form
+        with together(_CALL, workers, saying):  # notes may contain values that cannot be encoded
             parts, others = dict[tuple[str, ...], Part](), Iterates()
             for name, value in values.items():
                 is_tensor = isinstance(value, Tensor) and layout.partition.active
@@ -135,7 +136,7 @@ class Checkpoint:
             write_parts(unfinished, parts, workers, seen)
         with together(_CALL, workers, saying):
             if seen[0] == this_worker():
-                # What comes after this iteration is of a run that was not resumed.
+                # Generations after this iteration belong to a run that was not resumed.
                 known = self._seen()
                 kept = {iteration, max((k for k in known if k < iteration), default=iteration)}
                 interrupted = folder.parent.glob(".iteration-*.*")
@@ -143,19 +144,19 @@ class Checkpoint:
                     remove(path)
 
     def read(self, method: Method, start: Iterates, space: Space) -> tuple[Iterates, int, History]:
-        """What all workers wrote last: values, iteration and history; else those of a start.
+        """The values, iteration and history that all workers wrote last, or those of a start.
 
         Args:
-            method: which resumes.
-            start: its first values, which say what lies where now.
-            space: where the image lies now, which may be in other parts than it was.
+            method: the method that resumes.
+            start: its first values, which define the layout of each value.
+            space: the space of the image, possibly in other parts than before.
         """
         self._problem.clear()
         self._problem.update(_problem(method))
         with together(_CALL, space.workers, f"the checkpoint in {self.folder} cannot be read"):
             own = self._seen() if self.resume else set[int]()
         seen = tell(space.workers, own).values() if self.resume else ()
-        problem = ""  # of the newest generation
+        problem = ""  # with the newest generation
         for iteration in sorted(set[int]().union(*seen), reverse=True):
             try:
                 told, values, notes = self._read(iteration, method, start, space)
@@ -180,7 +181,7 @@ class Checkpoint:
                     f"run on as many workers with the same partition, implement `complete` in the "
                     f"method, or use another folder"
                 )
-            torch.set_rng_state(notes.random["cpu"])  # random numbers go on as they would have
+            torch.set_rng_state(notes.random["cpu"])  # random numbers continue as they would have
             if start["x"].is_cuda and "cuda" in notes.random:
                 torch.cuda.set_rng_state(notes.random["cuda"], start["x"].device)
             return values, iteration, History(notes.history)
@@ -193,7 +194,7 @@ class Checkpoint:
     def _read(
         self, iteration: int, method: Method, start: Iterates, space: Space
     ) -> tuple[str, Iterates, Notes]:
-        """In what a generation is of another problem, its values here, and the notes on them.
+        """How the problem of a generation differs, its values on this worker, and its notes.
 
         ValueError on all workers if one cannot read what it needs.
         """
@@ -206,7 +207,7 @@ class Checkpoint:
         stays = not any(space.agree([is_other]))
         saying += "" if stays else " (the image lay in other parts: every worker reads all files)"
         with together(_CALL, workers, saying):
-            # Of a run in other parts those of the first worker that held one.
+            # After a run in other parts, the notes of the first worker that held one.
             places = sorted(int(path[1]) for path in keys.values() if path[0] == "notes")
             found = (_notes(folder, entries, f"notes.{place}") for place in places)
             notes = own if stays else next((n for n in found if n and "x" not in n.others), None)
@@ -229,9 +230,8 @@ class Checkpoint:
             read_parts(folder, parts)
             others = notes.others
             if not stays:
-                # Of the other values those that are numbers, and on a worker without a part, its
-                # start. What is no number lies as it did on a worker of before: `Method.complete`
-                # makes it.
+                # Of the other values only numbers, and on a worker without a part its start.
+                # Everything else has the layout of the old workers: `Method.complete` computes it.
                 others = {name: start[name] for name in lying if name in {*start} - {*rooms}}
                 for name, each in notes.others.items():
                     if each.dim() == 0 if isinstance(each, Tensor) else not isinstance(each, list):
@@ -239,7 +239,7 @@ class Checkpoint:
             return "", _copied({**others, **rooms}, start["x"].device), notes
 
     def _seen(self) -> set[int]:
-        """The iterations of which this worker sees a generation."""
+        """The iterations whose generations this worker finds."""
         paths = {_NAME.fullmatch(each.name): each for each in Path(self.folder).glob("iteration-*")}
         return {int(match[1]) for match, path in paths.items() if match and path.is_dir()}
 
@@ -256,18 +256,18 @@ def _notes(folder: Path, entries: Mapping[str, Any], name: str) -> Notes | None:
     notes = decode(room.numpy().tobytes())
     if not isinstance(notes, Notes):
         raise ValueError(f"{folder} has no notes of a solver")
-    torch.Generator().set_state(notes.random["cpu"])  # raises for what is no state
+    torch.Generator().set_state(notes.random["cpu"])  # raises if it is no state
     return notes
 
 
 def _part(value: Tensor, shape: Shape, layout: Layout) -> Part:
-    """A worker's part of a value that lies as the image does, and may have more dimensions."""
+    """A worker's part of a value with the layout of the image, and possibly more dimensions."""
     begin = [start for start, _ in layout.box() or ()]
     return Part(value, shape, (*begin, *[0] * (len(shape) - len(begin))))
 
 
 def _kind(method: Method, space: Space, values: Iterates) -> dict[str, str]:
-    """What must be the same for a run to resume."""
+    """The properties that must be the same for a run to resume."""
     return {
         "the method": type(method).__name__,
         "the shape": str(tuple(space.layout.shape)),
@@ -277,9 +277,9 @@ def _kind(method: Method, space: Space, values: Iterates) -> dict[str, str]:
 
 
 def _problem(method: Method) -> dict[str, str]:
-    """The kinds of a method's operators, and a checksum of their numbers, as measurements.
+    """The kinds of a method's operators, and a checksum of their numbers, such as measurements.
 
-    What a user may well change for the rest of a run is no part of it: steps, and functions.
+    Steps and functions, which a user may change for the rest of a run, are not included.
     """
     kinds: list[str] = []
     sums: list[int] = []
@@ -294,7 +294,7 @@ def _problem(method: Method) -> dict[str, str]:
             for each in value:
                 look(each, depth)
         elif id(value) not in seen and depth < _DEPTH:
-            # No function holds numbers of the problem, nor what says where things lie.
+            # Functions do not hold numbers of the problem, and neither do layouts.
             is_module, where = isinstance(value, torch.nn.Module), type(value).__module__
             if is_module or (hasattr(value, "__dict__") and not where.startswith(_NO_NUMBERS)):
                 seen.add(id(value))
@@ -313,12 +313,12 @@ def _problem(method: Method) -> dict[str, str]:
 
 
 def _public(value: Any) -> dict[str, Any]:
-    """What an object holds, but for what it has worked out for itself."""
+    """The attributes of an object, except those that it computed itself."""
     return {name: each for name, each in vars(value).items() if not name.startswith("_")}
 
 
 def _copied(value: Any, device: torch.device) -> Any:
-    """A copy of tensors, not of all of a storage of which one is a part; lists are plain lists."""
+    """A copy of tensors, without the rest of their storages; lists become plain lists."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
     if isinstance(value, dict):

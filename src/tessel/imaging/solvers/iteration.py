@@ -26,7 +26,7 @@ Advance = Callable[[History], None]
 def progress_bar(
     title: str, total: int, names: Sequence[str], shown: bool | Console
 ) -> Iterator[Advance | None]:
-    """Show a bar, if one is asked for; what is given is called after each iteration."""
+    """Show a progress bar if requested; call the yielded function after each iteration."""
     if shown is False:
         yield None
         return
@@ -55,14 +55,14 @@ FULL = "the largest number of iterations"
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """The result of a solver.
 
     Args:
         x: the image, in the layout of the start.
-        values: all that the method keeps, the image among them.
-        history: numbers of all iterations.
-        reason: why it ended.
-        converged: whether it was a criterion that ended it.
+        values: all values of the method, including the image.
+        history: the numbers of all iterations.
+        reason: why the iteration ended.
+        converged: whether a criterion ended it.
 
     >>> import torch
     >>> from tessel.imaging import solvers
@@ -80,7 +80,7 @@ class Solution:
 
     @property
     def iterations(self) -> int:
-        """How many were made, those before a resume included."""
+        """The number of iterations, including those before a resume."""
         return self.history.iterations
 
 
@@ -102,14 +102,14 @@ def solve(
     Args:
         method: such as `PGD(fidelity, prior, step=1.0)`.
         start: a `DistributedSignal`, which holds the solution afterwards, or a tensor.
-        max_iterations: at most so many, those before a resume included.
-        layout: of a tensor, where there are several workers.
-        stop: criteria, of which one is enough.
-        metrics: functions of the image, by name, whose numbers go into the history: a `PSNR`, or a
-            data fidelity. All workers call them.
-        each: called on every worker with the number of iterations and the image.
-        progress: a bar on the first worker.
-        checkpoint: where to write the values, and to go on from.
+        max_iterations: the largest number of iterations, including those before a resume.
+        layout: the layout of a tensor, required with several workers.
+        stop: criteria, of which one suffices.
+        metrics: functions of the image, by name, whose numbers are added to the history: a `PSNR`,
+            or a data fidelity. All workers call them.
+        each: a function that is called on every worker with the number of iterations and the image.
+        progress: whether to show a bar on the first worker, or its console.
+        checkpoint: where to write the values, and to resume from.
         differentiable: whether gradients go through all iterations.
 
     >>> import torch
@@ -140,7 +140,7 @@ def solve(
                     f"max_iterations={max_iterations}, but the checkpoint in {checkpoint.folder} "
                     f"is at iteration {done}; pass {done} or more, resume=False, or another folder"
                 )
-        # A metric that is new in a run that resumes begins now: criteria may ask for its numbers.
+        # A metric that is new in a resumed run begins now: criteria may need its numbers.
         is_known = measures.keys() <= history.keys()
         reason = _reason(criteria, history, space) if is_known else None
         while reason is None and done < max_iterations:
@@ -171,7 +171,8 @@ def _iterated(
     values = method.iterate(values, done, space)
     after = values["x"]
     difference = (after - before).detach()
-    # In one exchange, and before a criterion is asked: what is not finite must end all workers.
+    # In one exchange, and before criteria are evaluated: values that are not finite must end all
+    # workers.
     moved, length = space.numbers((difference, difference), (after, after)).tolist()
     if not math.isfinite(moved + length):
         raise FloatingPointError(
@@ -181,19 +182,19 @@ def _iterated(
     numbers = {"change": math.sqrt(moved / length) if length else float(moved > 0)}
     for name in method.reports:
         numbers[name] = float(values[name].detach())
-    numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
+    numbers["seconds"] = time.perf_counter() - began  # without the metrics
     for name, metric in measures.items():
         with torch.no_grad():
             found = metric(after.detach())
-        # Of a loss that has a number for each image of the batch, the sum.
+        # The sum of a loss that has a number for each image of the batch.
         numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
     return values, numbers
 
 
 def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> str | None:
-    """The criterion that is met, as all workers see it."""
+    """The criterion that is met, the same on all workers."""
     if not criteria or not history.iterations:
         return None
-    # Clocks and numbers of users differ between workers: all stop when one of them would.
+    # Clocks and users' numbers differ between workers: all stop when one of them would.
     met = space.agree([bool(criterion(history)) for criterion in criteria])
     return str(criteria[met.index(True)]) if any(met) else None

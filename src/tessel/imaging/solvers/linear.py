@@ -57,7 +57,7 @@ class CG(Method):
         image = self.operator(along)
         length = space.inner(along, image)
         found = float(length.detach())
-        if not self.is_definite and found <= 0:  # rounding is all that is left of the direction
+        if not self.is_definite and found <= 0:  # only rounding errors are left of the direction
             return {**values, "residual": torch.zeros_like(square)}
         if found < 0 or (found == 0 and float(square.detach()) > 0):
             raise ValueError(
@@ -73,12 +73,13 @@ class CG(Method):
 class CGLS(Method):
     """Solve least squares, min ‖A x - y‖² + damping ‖x‖², by conjugate gradients.
 
-    The history has `residual`, ‖Aᴴ(y - A x) - damping x‖ / ‖Aᴴ y‖. The rest y - A x is kept in the
-    space of measurements, which is more exact than conjugate gradients with Aᴴ A.
+    The history has `residual`, ‖Aᴴ(y - A x) - damping x‖ / ‖Aᴴ y‖. The difference y - A x is
+    updated in the space of measurements, which is more accurate than conjugate gradients with Aᴴ A.
 
     Args:
-        physics: with `A` and `A_adjoint`; one of Tessel's, or one that every worker has whole.
-        measurements: y, as `physics.A` gives it: those of this worker, or `bundle.measurements`.
+        physics: an object with `A` and `A_adjoint`; one of Tessel's, or one that every worker has
+            whole.
+        measurements: y, as `physics.A` returns it: those of this worker, or `bundle.measurements`.
         damping: 0 or more.
 
     >>> import torch
@@ -99,7 +100,7 @@ class CGLS(Method):
         check_not_negative(self, damping=self.damping)
         if hasattr(self.physics, "spread"):
             # Stacked physics, whose measurements every worker has: ‖A p‖² is summed over workers,
-            # so that each goes on with those of its own operators.
+            # so that each continues with those of its own operators.
             object.__setattr__(self, "measurements", self.physics.own(self._measured))
             object.__setattr__(self, "physics", self.physics.spread)
 
@@ -114,22 +115,23 @@ class CGLS(Method):
     def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.physics.A(along)
-        # ‖A p‖² over all measurements, of which a distributed physics has each on one worker.
-        # By the anchor, one without measurements takes part in the backward pass of the sum, too.
+        # ‖A p‖² over all measurements, each of which a distributed physics has on one worker.
+        # Through the anchor, a worker without measurements also takes part in the backward pass of
+        # the sum.
         share = depending_on(x.real.new_zeros(()), anchor_of(image))
         for part in [image] if isinstance(image, Tensor) else list(image):
             share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
         square_of_image = space.total(share) if self._is_spread else share
         length = square_of_image + self.damping * space.inner(along, along)
         by = _ratio(square, length)
-        # Each worker uses the step for measurements of its own: gradients through it are summed.
+        # Each worker uses the step for its own measurements: gradients through it are summed.
         apart = space.apart(by) if self._is_spread else by
         x, rest = x + by * along, _plus(rest, -apart, image)
         back = self.physics.A_adjoint(rest) - self.damping * x
         return _advanced(values, x, rest, back, space)
 
     def _rest(self, x: Tensor) -> Any:
-        """y - A x."""
+        """The difference y - A x."""
         return _plus(self._measured, -1.0, self.physics.A(x))
 
     @property
@@ -151,9 +153,9 @@ class _SemidefiniteCG(CG):
 def solved(
     method: CG | CGLS, x: Tensor, space: Space, tolerance: float, max_iterations: int
 ) -> Iterates:
-    """The values of a method after its relative residual fell to a tolerance, or at the end.
+    """The values of a method when its relative residual reaches a tolerance, or at the end.
 
-    This is `solve` without all that a user may want around it.
+    This is `solve` without criteria, metrics, progress and checkpoints.
     """
     values = method.begin(x, space)
     for iteration in range(max_iterations):
@@ -164,8 +166,8 @@ def solved(
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
-    """To which relative residual conjugate gradients go where nobody says it."""
-    # Some way above the rounding of a number, 2e-16 and 1e-7, below which no true residual falls.
+    """The default relative residual at which conjugate gradients stop."""
+    # Well above the rounding errors, 2e-16 and 1e-7, below which no true residual falls.
     return 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-6
 
 
@@ -174,9 +176,9 @@ class NormalInverse(LinearOperator):
 
     Args:
         normal: x ↦ AᵀA x.
-        layout: of the image.
-        tol: stop when the residual fell to this, relative to the first.
-        max_iter: at most so many steps.
+        layout: the layout of the image.
+        tol: stop when the residual falls to this, relative to the first one.
+        max_iter: the largest number of steps.
     """
 
     def __init__(self, normal: Map, layout: Layout, tol: float, max_iter: int) -> None:
@@ -214,13 +216,14 @@ def _advanced(values: Iterates, x: Tensor, rest: Any, gradient: Tensor, space: S
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 where b is: nothing is left to do then."""
-    # Autograd goes through both branches: a division by zero would make NaN of the other's zero.
+    """The ratio a / b, or 0 where b is 0: then nothing is left to do."""
+    # Autograd goes through both branches: a division by zero in one would turn zero gradients into
+    # NaN.
     return torch.where(b != 0, a / torch.where(b != 0, b, 1), 0)
 
 
 def _plus(a: Any, factor: float | Tensor, b: Any) -> Any:
-    """a + factor b, for one tensor or for lists of them, which may know how to be added."""
+    """The sum a + factor b, of single tensors or of lists, which may have their own addition."""
     if type(b) in (list, tuple):
         return [each + factor * other for each, other in zip(a, b, strict=True)]
     return b * factor + a
@@ -235,17 +238,17 @@ def power_iteration(
     max_iterations: int = 100,
     tolerance: float = 1e-4,
 ) -> float:
-    """The largest eigenvalue of a self-adjoint positive operator, by its powers.
+    """The largest eigenvalue of a self-adjoint positive operator, by power iteration.
 
-    λ = ⟨x, H x⟩ / ⟨x, x⟩ for x ← H x / ‖H x‖; it comes from below. The norm of A is the square
-    root of that of AᴴA.
+    λ = ⟨x, H x⟩ / ⟨x, x⟩ for x ← H x / ‖H x‖, which converges from below. The norm of A is the
+    square root of the largest eigenvalue of AᴴA.
 
     Args:
         operator: x ↦ H x.
-        start: a signal or a tensor that is not orthogonal to what is looked for, such as noise.
-        layout: of a tensor, where there are several workers.
-        max_iterations: at most so many.
-        tolerance: the relative change of λ at which it ends.
+        start: a signal or a tensor that is not orthogonal to the eigenvector, such as noise.
+        layout: the layout of a tensor, required with several workers.
+        max_iterations: the largest number of iterations.
+        tolerance: the relative change of λ at which the iteration ends.
 
     >>> import torch
     >>> from tessel.imaging import solvers
@@ -268,14 +271,14 @@ def power_iteration(
 def largest_eigenvalue(
     operator: Map, x: Tensor, space: Space, max_iterations: int, tolerance: float
 ) -> float:
-    """That of a self-adjoint positive operator, from an image that is not zero."""
+    """The largest eigenvalue of a self-adjoint positive operator, from a nonzero image."""
     x, found = x / float(space.norm(x)), 0.0
     for _ in range(max_iterations):
         image = operator(x)
         value, square = space.numbers((x, image), (image, image)).tolist()
         if square == 0:
             return 0.0
-        # The estimate rises to the eigenvalue: two that are near each other are near to it.
+        # The estimate rises to the eigenvalue: two that are close to each other are close to it.
         is_near, found = abs(value - found) <= tolerance * abs(value), value
         if is_near:
             break
@@ -287,9 +290,9 @@ def lipschitz(fidelity: Any, start: Any, *, layout: Layout | None = None, **opti
     """The Lipschitz constant of a quadratic data fidelity's gradient: steps of 1 / L are safe.
 
     Args:
-        fidelity: with `grad`.
+        fidelity: an object with `grad`.
         start: a signal or a tensor, not zero, such as noise.
-        layout: of a tensor, where there are several workers.
+        layout: the layout of a tensor, required with several workers.
         options: those of `power_iteration`.
 
     >>> import torch
@@ -305,7 +308,7 @@ def lipschitz(fidelity: Any, start: Any, *, layout: Layout | None = None, **opti
 
 
 def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
-    """An image without order, a function of the index alone: the same in whatever parts it lies.
+    """An irregular image that is a function of the index, and so the same in any layout.
 
     x[i] = cos(Σ_d φ_d[i_d]), or exp(√−1 Σ_d φ_d[i_d]) if it is complex, with random angles φ_d.
 
@@ -317,7 +320,7 @@ def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
     if box is None:
         return torch.empty(0, dtype=dtype)
     # One random number for each index of each dimension: every worker draws all of them, which are
-    # few, and none depends on how the image is split.
+    # few, so that none depends on how the image is split.
     generator = torch.Generator().manual_seed(0)
     angle = torch.zeros((), dtype=torch.float64, device="cpu")
     for length, (start, stop) in zip(layout.shape, box, strict=True):

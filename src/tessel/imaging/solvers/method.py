@@ -1,7 +1,7 @@
-"""What solvers are made of: the space of images, methods, histories, criteria and metrics.
+"""The parts of solvers: the space of images, methods, histories, criteria and metrics.
 
-A method says what one iteration does. A criterion is a function of the history, and its `str` the
-reason that the solution gives; all workers stop when one of them would.
+A method defines one iteration. A criterion is a function of the history, and its `str` is the
+reason in the solution; all workers stop when one of them would.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Space:
     ⟨a, b⟩ = Σ over all indices of Re(conj(a) b), where copies of one value count once.
 
     Args:
-        layout: where the image lies.
-        workers: those that solve together, and get all inner products.
+        layout: the layout of the image.
+        workers: the workers that solve together, and get all inner products.
         differentiable: whether gradients go through inner products.
 
     >>> import tessel, torch
@@ -76,7 +76,7 @@ class Space:
         return space
 
     def check(self, x: Tensor, who: str) -> None:
-        """Raise on all workers if the tensor of one is not its part of an image, to start from."""
+        """Raise on all workers if the start of one is not its part of an image."""
         for worker, (shape, dtype) in tell(self.workers, (tuple(x.shape), x.dtype)).items():
             if shape != self.layout.shape_on(worker):
                 raise ValueError(
@@ -92,7 +92,7 @@ class Space:
     def inners(self, *pairs: TensorPair) -> Tensor:
         """Several inner products in one exchange, as one tensor."""
         if self.differentiable:
-            # One shared number, of which each part of the image uses a copy: the gradients of all
+            # A shared number, of which each part of the image uses a copy: the gradients of all
             # uses are summed.
             wide = [(_wide(a).reshape(-1), _wide(b).reshape(-1)) for a, b in pairs]
             shares = torch.stack([torch.vdot(a, b).real for a, b in wide])
@@ -101,7 +101,7 @@ class Space:
 
     def numbers(self, *pairs: TensorPair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
-        # Of several copies of a value the first one counts, as the layout has it.
+        # Of several copies of a value the first one counts, as the layout defines.
         wide = [(_wide(a.detach()), _wide(b.detach())) for a, b in pairs]
         return self.sum(torch.stack([self.layout.local_inner(a, b).real for a, b in wide]))
 
@@ -116,7 +116,7 @@ class Space:
         return self.sum(share)
 
     def apart(self, number: Tensor) -> Tensor:
-        """A number of these as this worker uses it for what it alone has, as measurements."""
+        """A copy of such a number for values that only this worker has, such as measurements."""
         if not self.differentiable:
             return number
         partition, shared = self.layout.partition, self.layout.shared
@@ -133,15 +133,15 @@ class Space:
         return self.inner(a, a).sqrt()
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag whether any worker raised it: the same answer on all."""
+        """For each flag, whether it is true on any worker: the same answer on all."""
         if not flags or self.workers.size == 1:
             return list(flags)
-        # A sum, not an exchange of objects: the transport has this in one message.
+        # A sum, not an exchange of objects: the transport does this in one message.
         said = self.sum(torch.tensor([float(flag) for flag in flags], device="cpu"))
         return [count > 0 for count in said.tolist()]
 
     def _own(self, number: Tensor) -> Tensor:
-        """A shared number as this worker uses it for its part of the image."""
+        """A copy of a shared number for this worker's part of the image."""
         whole = shared_whole(self.layout.partition, tuple(number.shape))
         return replicate(number, whole, self._others)
 
@@ -153,27 +153,26 @@ class Space:
     def prepare(self) -> Group:
         """The group of the workers, which all of them make together."""
         group: Group | None = self.__dict__.get("_group")
-        if group is None:  # kept: each iteration of a solver sums several times
+        if group is None:  # cached: each iteration of a solver sums several times
             group = self.__dict__["_group"] = self.workers.prepare()
         return group
 
     def __getstate__(self) -> dict[str, Any]:
-        # without what was found out for this worker and its job
+        # without the group, which belongs to this worker and its job
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def _wide(a: Tensor) -> Tensor:
-    """A tensor in a dtype in which sums are taken: torch has no inner product of half precision."""
+    """A tensor in the dtype of sums: torch has no inner product in half precision."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
 class Method(ABC):
     """An iterative method: how its values begin, and how they change.
 
-    All that it keeps between iterations is in its values, so that these can be written to a
-    checkpoint. Tensors that begin with the shape of the image lie where it lies, numbers are the
-    same on all workers. A method of one's own gives `iterate`, and `begin` if it keeps more than
-    the image.
+    All its state between iterations is in its values, so that these can be written to a checkpoint.
+    Tensors whose shape begins with that of the image have its layout; numbers are the same on all
+    workers. A subclass implements `iterate`, and `begin` if it keeps more than the image.
 
     >>> import torch
     >>> from tessel.imaging import solvers
@@ -192,19 +191,19 @@ class Method(ABC):
 
     @abstractmethod
     def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
-        """The values after an iteration; those before stay as they are."""
+        """The values after an iteration; the old ones are not changed."""
 
     def complete(self, values: Iterates, space: Space) -> Iterates:
-        """All values from those of a checkpoint that lie as the image does, and numbers.
+        """Compute all values from those of a checkpoint that have the image's layout, and numbers.
 
-        For a run that goes on with the image in other parts; a method that keeps more, as
-        measurements, computes it anew.
+        It is called when a run resumes with the image in other parts; a method that keeps more,
+        such as measurements, computes it again.
         """
         return values
 
     @property
     def name(self) -> str:
-        """What a progress bar says."""
+        """The title of a progress bar."""
         return type(self).__name__
 
 
@@ -219,7 +218,7 @@ def check_not_negative(who: object, **numbers: Any) -> None:
 
 
 def check_count(who: object, least: int, **numbers: Any) -> None:
-    """Raise ValueError for what is not a whole number of at least this."""
+    """Raise ValueError for anything but an integer of at least `least`."""
     is_count = lambda n: isinstance(n, int) and _is_number(n) and n >= least  # noqa: E731
     _check(who, numbers, is_count, f"whole number of {least} or more")
 
@@ -252,10 +251,10 @@ def _check(
 
 
 class History(dict[str, list[float]]):
-    """For each name a number for each iteration, the same on all workers but for `seconds`.
+    """For each name one number per iteration, the same on all workers except `seconds`.
 
-    `change` is ‖x_k - x_(k-1)‖ / ‖x_k‖, `seconds` how long the iteration took. The others are
-    those of the method and the metrics that were asked for.
+    `change` is ‖x_k - x_(k-1)‖ / ‖x_k‖, `seconds` the duration of the iteration. The others are
+    those of the method and of the metrics.
 
     >>> from tessel.imaging.solvers import History
     >>> history = History()
@@ -265,13 +264,13 @@ class History(dict[str, list[float]]):
     """
 
     def append(self, numbers: Mapping[str, float]) -> None:
-        """Add those of one iteration."""
+        """Add the numbers of one iteration."""
         for name, number in numbers.items():
             self.setdefault(name, []).append(number)
 
     @property
     def iterations(self) -> int:
-        """How many there are."""
+        """The number of iterations."""
         return max(map(len, self.values()), default=0)
 
     def last(self) -> dict[str, float]:
@@ -322,13 +321,13 @@ class RelativeChange(Below):
 
 @dataclass(frozen=True)
 class Plateau:
-    """Stop when a number has not become better by more than `margin` in so many iterations.
+    """Stop when a number has not improved by more than `margin` in `patience` iterations.
 
     Args:
-        name: of the number in the history.
+        name: the name of the number in the history.
         patience: the number of iterations.
-        margin: what counts as better.
-        larger_is_better: as of a PSNR; else as of a loss.
+        margin: the smallest change that counts as an improvement.
+        larger_is_better: whether larger is better, as for a PSNR, or smaller, as for a loss.
 
     >>> from tessel.imaging.solvers import History, Plateau
     >>> Plateau("psnr", patience=2)(History({"psnr": [20.0, 25.0, 24.0, 25.0]}))
@@ -356,7 +355,7 @@ class Plateau:
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """Stop after so many seconds of iterations, those before a resume included.
+    """Stop after a number of seconds of iterations, including those before a resume.
 
     >>> from tessel.imaging.solvers import History, TimeLimit
     >>> TimeLimit(1.0)(History({"seconds": [0.6, 0.6]}))
@@ -381,8 +380,8 @@ class PSNR:
     PSNR(x) = 10 log10(peak² n / ‖x - truth‖²), for n numbers in all.
 
     Args:
-        truth: what the image should be: a signal, or a tensor in its layout.
-        layout: of a tensor, where there are several workers.
+        truth: the true image: a signal, or a tensor in its layout.
+        layout: the layout of a tensor, required with several workers.
         peak: the largest value of an image.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Methods that follow gradients: gradient descent, RED, PGD (also known as ISTA), and FISTA."""
+"""Gradient methods: gradient descent, RED, PGD (also known as ISTA), and FISTA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tessel.imaging.solvers.method import (
 
 @dataclass(frozen=True)
 class GradientDescent(Method):
-    """Go down the gradient of a data fidelity, and of a prior if there is one.
+    """Follow the gradient of a data fidelity, and of a prior if there is one.
 
     x ← x - step (∇f(x) + weight ∇g(x))
 
@@ -32,7 +32,8 @@ class GradientDescent(Method):
             the iteration.
         prior: g, with `grad`.
         weight: of the prior.
-        prior_arguments: keywords for the prior, or a function of the iteration that gives them.
+        prior_arguments: keyword arguments of the prior, or a function of the iteration that returns
+            them.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -67,12 +68,12 @@ class GradientDescent(Method):
 
 
 class RED(GradientDescent):
-    """Regularization by denoising: what a denoiser takes away stands for a prior's gradient.
+    """Regularization by denoising: the noise that a denoiser removes replaces a prior's gradient.
 
     x ← x - step (∇f(x) + weight (x - D(x)))
 
     Args:
-        prior: its `prox` is the denoiser D, which gets the `prior_arguments`; needed here.
+        prior: its `prox` is the denoiser D, which gets the `prior_arguments`; required.
         fidelity, step, weight, prior_arguments: those of `GradientDescent`.
 
     >>> import torch
@@ -90,14 +91,14 @@ class RED(GradientDescent):
             raise ValueError("RED: expected a prior with `prox`, the denoiser, got None")
 
     def prior_gradient(self, x: Tensor, iteration: int) -> Tensor:
-        """What the denoiser takes away."""
+        """The noise that the denoiser removes."""
         gradient: Tensor = x - self.prior.prox(x, **arguments_at(self.prior_arguments, iteration))
         return gradient
 
 
 @dataclass(frozen=True)
 class ProximalMethod(Method):
-    """A method that takes the prox of a prior, after a step of some length; see `PGD`."""
+    """A method that applies the prox of a prior; see `PGD`."""
 
     fidelity: Any
     prior: Any
@@ -130,12 +131,12 @@ class PGD(ProximalMethod):
     Args:
         fidelity: f, with `grad`; for `HQS` and `ADMM` with `prox`, or quadratic and with `grad`.
         prior: g, with `prox`.
-        step: a number, or a function of the iteration. Methods that follow gradients take at most
-            1 / L for gradients of Lipschitz constant L, see `lipschitz`.
-        weight: of the prior, passed on as `gamma=step * weight`; None for a denoiser, which gets
-            no `gamma`.
-        prior_arguments: keywords for `prior.prox`, such as `{"sigma_denoiser": 0.05}`, or a
-            function of the iteration that gives them.
+        step: a number, or a function of the iteration. Gradient methods need at most 1 / L for
+            gradients of Lipschitz constant L, see `lipschitz`.
+        weight: the weight of the prior, passed on as `gamma=step * weight`; None for a denoiser,
+            which gets no `gamma`.
+        prior_arguments: keyword arguments of `prior.prox`, such as `{"sigma_denoiser": 0.05}`, or a
+            function of the iteration that returns them.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -167,7 +168,7 @@ class FISTA(PGD):
 
     Args:
         fidelity, prior, step, weight, prior_arguments: those of `PGD`.
-        inertia: above 2 the images converge, too, not only the values of f + g.
+        inertia: above 2; then the images also converge, not only the values of f + g.
 
     >>> import torch
     >>> from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Splitting methods: ADMM and HQS take proxes in turn, primal-dual ones have total variation."""
+"""Splitting methods: ADMM and HQS alternate proxes, primal-dual methods have total variation."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def fidelity_prox(
     tolerance: float | None = None,
     check: bool = True,
 ) -> Tensor:
-    """prox_(gamma f)(x): that of the data fidelity itself, or by conjugate gradients.
+    """Compute prox_(gamma f)(x) by the data fidelity itself, or by conjugate gradients.
 
-    u = argmin gamma f(u) + ‖u - x‖² / 2. Where f is quadratic, this is u + gamma ∇f(u) = x, a
-    linear equation, for which `fidelity.grad` is enough.
+    u = argmin gamma f(u) + ‖u - x‖² / 2. If f is quadratic, this is the linear equation u + gamma
+    ∇f(u) = x, which needs only `fidelity.grad`.
 
     Args:
         fidelity: f, with `prox(x, gamma=…)`, or quadratic and with `grad`.
         x: an image.
         gamma: the step.
-        space: where the image lies.
-        max_iterations: of conjugate gradients, at most.
-        tolerance: of their relative residual; by default 1e-12 in double and 1e-6 in other
-            precision.
-        check: whether to find out, with one more gradient, if f is not quadratic.
+        space: the space of the image.
+        max_iterations: the largest number of conjugate gradient steps.
+        tolerance: the relative residual at which they stop; by default 1e-12 in double precision
+            and 1e-6 in others.
+        check: whether to verify, with one more gradient, that f is quadratic.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -67,14 +67,14 @@ def fidelity_prox(
     method = CG(lambda v: v + gamma * (fidelity.grad(v) - origin), x - gamma * origin)
     values = solved(method, x, space, tolerance, max_iterations)
     u: Tensor = values["x"]
-    # Of a function that is not quadratic, conjugate gradients give a number that is no prox. If it
-    # is, the rest that they believe in is the true one.
+    # For a function that is not quadratic, the result of conjugate gradients is not the prox. If it
+    # is quadratic, their residual is the true one.
     if check:
         wrong = (x - u - gamma * fidelity.grad(u)) - values["rest"]
         off, scale = space.numbers((wrong, wrong), (x, x)).tolist()
         scale = max(scale, float(values["scale"].detach()))
-        # These are squares: a thousandth of the image. Rounding in float32 makes 3e-4 of it where
-        # gamma ∇f is ten thousand times as steep as ‖u - x‖² / 2, and less elsewhere.
+        # These are squares: a thousandth of the image. Rounding in float32 reaches 3e-4 of it if
+        # gamma ∇f is ten thousand times as steep as ‖u - x‖² / 2, and less otherwise.
         if not off <= 1e-6 * scale:
             raise ValueError(
                 f"{type(fidelity).__name__}: its gradient is not that of a quadratic function (off "
@@ -97,7 +97,7 @@ class HQS(ProximalMethod):
     Args:
         fidelity: f, with `prox`, or quadratic and with `grad`.
         prior, step, weight, prior_arguments: those of `PGD`.
-        inner_iterations: of conjugate gradients, at most.
+        inner_iterations: the largest number of conjugate gradient steps.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -138,7 +138,7 @@ class ADMM(HQS):
 
     Args:
         fidelity, prior, step, weight, prior_arguments, inner_iterations: those of `HQS`.
-        relaxation: of the multipliers z.
+        relaxation: the relaxation of the multipliers z.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -180,7 +180,7 @@ def differences(layout: Layout) -> Differences:
 
 
 def total_variation(x: Tensor, space: Space) -> Tensor:
-    """Σ of the lengths of all differences, over all parts of an image: a number, no gradient.
+    """The sum of the lengths of all differences, over all parts of an image, without a gradient.
 
     >>> import torch
     >>> from tessel.imaging import solvers
@@ -204,11 +204,12 @@ class CondatVu(Method):
     Args:
         fidelity: f, with `grad`.
         step: at most 1 / L for gradients of Lipschitz constant L, see `lipschitz`.
-        weight: of the norm.
-        operator: K, with `A` and `A_adjoint`; vectors lie along the last dimension of its output.
-        dual_step: at most (1 / step - L / 2) / ‖K‖²; needed if K is given.
-        prior: g, with `prox`; None for none.
-        prior_arguments: keywords for `prior.prox`, or a function of the iteration that gives them.
+        weight: the weight of the norm.
+        operator: K, with `A` and `A_adjoint`; vectors are along the last dimension of its output.
+        dual_step: at most (1 / step - L / 2) / ‖K‖²; required with `operator`.
+        prior: g, with `prox`, if any.
+        prior_arguments: keyword arguments of `prior.prox`, or a function of the iteration that
+            returns them.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -275,13 +276,13 @@ class ChambollePock(CondatVu):
 
     x' = prox_(step·f)(x - step Kᴴ z);    z ← P(z + dual_step K (2 x' - x))
 
-    Any step converges.
+    The method converges for any step.
 
     Args:
         fidelity: f, with `prox`, or quadratic and with `grad`.
-        step: any.
+        step: any positive number.
         weight, operator: those of `CondatVu`.
-        dual_step: at most 1 / (step ‖K‖²); needed if K is given.
+        dual_step: at most 1 / (step ‖K‖²); required with `operator`.
 
     >>> import torch
     >>> from types import SimpleNamespace
