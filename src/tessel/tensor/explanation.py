@@ -9,7 +9,11 @@ import torch.nn.functional as F  # noqa: N812
 
 from tessel.operators import explain as explain_operator
 from tessel.operators.units import num_bytes
-from tessel.tensor.rules.attention import named_operands, ways_of
+from tessel.tensor.grids import common_grid, nearest_on
+from tessel.tensor.rules.attention import named_operands, ways_between
+from tessel.tensor.rules.attention_plan import missing
+from tessel.tensor.rules.batched import check_partition
+from tessel.tensor.table import spread_among
 from tessel.tensor.tensor import Tensor
 
 
@@ -20,9 +24,12 @@ class AttentionExplanation:
     Attributes:
         ways: the name of each, and the bytes that a worker receives, the one that receives most,
             in a forward and a backward pass together.
+        before: of operands on different grids, the bytes that it receives in addition, so that they
+            are on one.
     """
 
     ways: tuple[tuple[str, int], ...]
+    before: int = 0
 
     @property
     def way(self) -> str:
@@ -32,7 +39,8 @@ class AttentionExplanation:
     def __str__(self) -> str:
         first, *rest = (f"{name} ({num_bytes(count)})" for name, count in self.ways)
         others = f"; instead of {', '.join(rest)}" if rest else ""
-        return f"attention by {first} received forward and backward{others}"
+        more = f", and {num_bytes(self.before)} to be on one grid" if self.before else ""
+        return f"attention by {first} received forward and backward{more}{others}"
 
 
 def explain(what: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,15 +60,33 @@ def explain(what: Any, *args: Any, **kwargs: Any) -> Any:
     ['ParDFT along 0']
     """
     if what is F.scaled_dot_product_attention:
-        operands, is_causal, groups = named_operands(args, kwargs)
-        if not any(isinstance(each, Tensor) for each in operands):
-            raise ValueError("explain: attention of plain tensors is torch's own; pass spread ones")
-        size = operands[0].element_size()
-        ways = ways_of(operands, is_causal, groups)
-        return AttentionExplanation(tuple((each.way, each.num_values * size) for each in ways))
+        return _of_attention(args, kwargs)
     if callable(what) and not hasattr(what, "plan"):
         raise NotImplementedError(
             f"explain: expected a distributed operator or "
             f"torch.nn.functional.scaled_dot_product_attention, got {what}"
         )
     return explain_operator(what, *args, **kwargs)
+
+
+def _of_attention(args: Any, kwargs: Any) -> AttentionExplanation:
+    operands, is_causal, groups = named_operands(args, kwargs)
+    if not any(isinstance(each, Tensor) for each in operands):
+        raise ValueError("explain: attention of plain tensors is torch's own; pass spread ones")
+    name = "scaled_dot_product_attention"
+    grid = common_grid(name, operands, {})
+    if grid is None:
+        check_partition(name, operands)
+    layouts, num_moved = [], dict.fromkeys(next(spread_among(operands))._layout.partition.ranks, 0)
+    for each in operands:
+        layout = each._layout if isinstance(each, Tensor) else None
+        if layout is not None and grid is not None and layout.partition != grid:
+            there = nearest_on(grid, layout)
+            for worker in num_moved:
+                num_moved[worker] += missing((layout,), (there,), worker)
+            layout = there
+        layouts.append(layout)
+    ways = ways_between([tuple(each.shape) for each in operands], layouts, is_causal, groups)
+    size = operands[0].element_size()
+    found = tuple((each.way, each.num_values * size) for each in ways)
+    return AttentionExplanation(found, 2 * max(num_moved.values()) * size)

@@ -16,7 +16,21 @@ from tessel.transport import kept_in_job
 
 
 def on_one_grid(name: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings] | None:
-    """The arguments with all spread tensors on the grid of the largest, which stays where it is.
+    """The arguments with all spread tensors on one grid, where they are not but can be."""
+    partition = common_grid(name, args, kwargs)
+    if partition is None:
+        return None
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value._layout.partition == partition:
+            return value
+        return value.move_to(nearest_on(partition, value._layout))
+
+    return mapped(moved, args), mapped(moved, kwargs)
+
+
+def common_grid(name: str, args: Arguments, kwargs: Settings) -> Partition | None:
+    """The grid to which spread tensors on different ones move: the largest stays where it is.
 
     None if there is one grid already, or if other workers have some of the tensors: what those
     do is for the user to say. What a function writes into stays, too: it is no copy that changes.
@@ -31,14 +45,7 @@ def on_one_grid(name: str, args: Arguments, kwargs: Settings) -> tuple[Arguments
     if in_place and not isinstance(args[0], Tensor):
         return None
     first = args[0] if in_place else max(found, key=lambda each: prod(each._layout.shape))
-    partition = first._layout.partition
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value._layout.partition == partition:
-            return value
-        return value.move_to(nearest_on(partition, value._layout))
-
-    return mapped(moved, args), mapped(moved, kwargs)
+    return first._layout.partition
 
 
 _WRITE_OTHERS = frozenset(("batch_norm", "instance_norm"))  # into running statistics

@@ -497,6 +497,68 @@ def test_checkpoint(run: Run) -> None:
     assert run(recomputed, nprocs=3)[0] == [0.0]
 
 
+def explained_on_grids(axes: tuple[int, ...], of_keys: tuple[int, ...]) -> tuple[str, int, int]:
+    """The way, what a worker receives by the explanation, and what it did; values are compared."""
+    shape = (2, 4, 12, 4)
+    plain = [values(shape, k).requires_grad_() for k in range(3)]
+    query, key = (
+        tessel.world().create_cartesian_topology_partition(each) for each in (axes, of_keys)
+    )
+    spread = [
+        tessel.spread(x.detach(), grid).requires_grad_()
+        for x, grid in zip(plain, (query, key, key), strict=True)
+    ]
+    explained = tessel.explain(F.scaled_dot_product_attention, *spread)
+    with attention.noted_ways() as ways, count_traffic() as forward:
+        y: Any = F.scaled_dot_product_attention(*spread)
+    weights = values(shape, 9)
+    ours = tessel.spread(weights, query)
+    with count_traffic() as backward:
+        grads = torch.autograd.grad((y * ours).sum(), spread)
+    z = F.scaled_dot_product_attention(*plain)
+    others = torch.autograd.grad((z * weights).sum(), plain)
+    for a, b in zip((y, *grads), (z, *others), strict=True):
+        assert torch.allclose(a.full(), b, TOLERANCE, TOLERANCE)
+    assert ways == [explained.way], f"{explained} of {ways}"
+    assert ("to be on one grid" in str(explained)) == (explained.before > 0)
+    told = explained.ways[0][1] + explained.before
+    sent = tessel.nn.AllSumReduce(tessel.world(), [0])(
+        torch.tensor([float(forward.bytes_sent + backward.bytes_sent)])
+    )
+    return explained.way, told, int(sent)
+
+
+GRIDS_OF_FOUR = [
+    ((1, 1, 4, 1), (1, 1, 2, 2)),
+    ((1, 1, 4, 1), (1, 4, 1, 1)),
+    ((2, 1, 2, 1), (1, 2, 2, 1)),
+    ((1, 2, 2, 1), (1, 2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize("grids", GRIDS_OF_FOUR)
+def test_operands_on_several_grids_are_explained(run: Run, grids: Any) -> None:
+    """Workers send no more, together, than each of them receives at most by the explanation."""
+    found = run(explained_on_grids, *grids, nprocs=4, timeout=60)
+    way, told, sent = found[0]
+    assert found == [found[0]] * 4
+    loss = 2 * 4 * 3 * 8  # the sum that is derived
+    assert sent <= 4 * told + loss, f"{way}: {sent} bytes, {told} for a worker"
+
+
+def explained_apart() -> None:
+    """Of tensors on different workers there is no attention, and nothing to explain."""
+    shape = (1, 2, 4, 4)
+    here, there = (Partition((worker,), (1, 1, 1, 1)) for worker in range(2))
+    q, k = tessel.spread(values(shape, 1), here), tessel.spread(values(shape, 2), there)
+    with pytest.raises(ValueError, match="on different workers or grids"):
+        tessel.explain(F.scaled_dot_product_attention, q, k, k)
+
+
+def test_operands_on_different_workers_are_not_explained(run: Run) -> None:
+    run(explained_apart, nprocs=2, timeout=60)
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 

@@ -248,11 +248,22 @@ def ways_of(
     most: float | None = None,
 ) -> tuple[AttentionPlan, ...]:
     """All ways for such operands, the best first; `most` keys and values are gathered."""
-    layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
-    shapes = tuple(tuple(each.shape) for each in operands)
+    layouts = [each._layout if isinstance(each, Tensor) else None for each in operands]
+    shapes = [tuple(each.shape) for each in operands]
+    return ways_between(shapes, layouts, is_causal, groups, most)
+
+
+def ways_between(
+    shapes: Sequence[Shape],
+    layouts: Sequence[Layout | None],
+    is_causal: bool,
+    groups: int,
+    most: float | None = None,
+) -> tuple[AttentionPlan, ...]:
+    """The same for operands of these shapes that lie so, on one grid; None for plain ones."""
     partition = next(each for each in layouts if each is not None).partition
     most = attention_plan.GATHERED if most is None else most
-    return plans(partition, shapes, layouts, is_causal, groups, most)
+    return plans(partition, tuple(shapes), tuple(layouts), is_causal, groups, most)
 
 
 def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tensor:

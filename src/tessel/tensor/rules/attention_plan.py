@@ -318,9 +318,9 @@ class AttentionPlanner:
         """A way with what the worker receives that receives most: operands, results, and more."""
         found = 0
         for worker in self.partition.ranks:
-            count = _missing(results, (self.final,), worker)
+            count = missing(results, (self.final,), worker)
             for layout, there in zip(self.layouts, inputs, strict=True):
-                count += 0 if layout is None else _missing((layout,), there, worker)
+                count += 0 if layout is None else missing((layout,), there, worker)
             found = max(found, count)
         return AttentionPlan(way, inputs, results, self.final, schedule, operands, 2 * found + more)
 
@@ -338,7 +338,7 @@ def _apart(layout: Layout, axes: tuple[int, ...]) -> Layout:
     return replace(layout, shared=tuple(axis for axis in layout.shared if axis not in axes))
 
 
-def _missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int) -> int:
+def missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int) -> int:
     """How many values a worker has afterwards that it did not have before."""
     found = 0
     for layout in after:
