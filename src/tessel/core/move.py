@@ -220,7 +220,9 @@ class Move(LinearOperator):
 
         Torch would not let a view that comes out of an autograd function be changed in place.
         """
-        y = shaped(y, self.codomain.local_shape)
+        shape = self.codomain.local_shape
+        if y.shape != shape:
+            y = y.reshape(shape)
         return y.detach() if y._is_view() else y
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:

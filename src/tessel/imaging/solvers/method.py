@@ -103,7 +103,8 @@ class Space:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
         # Of several copies of a value the first one counts, as the layout defines.
         wide = [(_wide(a.detach()), _wide(b.detach())) for a, b in pairs]
-        return self.sum(torch.stack([self.layout.local_inner(a, b).real for a, b in wide]))
+        shares = torch.stack([self.layout.local_inner(a, b).real for a, b in wide])
+        return self.prepare().sum(shares)
 
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
