@@ -264,6 +264,12 @@ def some_fail(folder: str, name: str) -> None:
         assert P.group.share_objects(os.listdir(folder))[0] == [name]
     with pytest.raises(ValueError, match="the data differs between workers"):
         tessel.save(torch.ones(4 + (P.rank or 0)), path)
+    # plain tensors are written once: those of other workers would be lost
+    shards = tessel.nn.ParallelLinear(4, 2 * P.size, dim=-1).state_dict()
+    for state, key in (({"a": x, **shards}, "'weight'"), (torch.tensor(P.rank), "the tensor")):
+        with pytest.raises(ValueError, match=f"{key} is plain and has other values on worker 1"):
+            tessel.save(state, path)
+    assert torch.equal(tessel.load(path), torch.arange(8))
     with pytest.raises(TypeError, match="on worker 1, expected dense tensors, and dicts of them"):
         tessel.save(3 if P.rank else x, path)
     with pytest.raises(FileNotFoundError, match="on worker 1, "):

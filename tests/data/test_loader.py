@@ -252,12 +252,12 @@ def test_samplers_are_for_loaders_of_torch(run: Run) -> None:
     ]
 
 
-def fail_at_second(index: int) -> Any:
+def fail_at_second(index: int, kind: type[Exception] = FileNotFoundError) -> Any:
     rank = tessel.world().rank
 
     def read(number: int, box: Any) -> Any:
         if number == index and rank == 1:
-            raise FileNotFoundError("no such box")
+            raise kind("no such box")
         return np.full([stop - start for start, stop in box], float(number))
 
     return read
@@ -271,6 +271,10 @@ def fail_and_go_on() -> None:
         assert text == "tessel.data: samples [1] of epoch 0: on worker 1, no such box"
         assert float(next(iter(loader)).sum()) == 0  # it is whole after all
         assert float(tessel.ones(4, where=tessel.world()).sum()) == 4
+    # Python takes this error for the end of a generator, and of a block in one
+    source = FromFunction(fail_at_second(1, StopIteration), (4,), torch.float64, 3)
+    text = raised(lambda: list(PartLoader(PartDataset(source, grid_of(1, 2)))), RuntimeError)
+    assert text == "tessel.data: samples [1] of epoch 0: on worker 1, StopIteration: no such box"
 
 
 def test_what_one_worker_cannot_read_raises_on_all(run: Run) -> None:
@@ -455,6 +459,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
     if not torch.accelerator.is_available():
         with pytest.raises(ValueError, match="pin_memory=True requires a GPU"):
             PartLoader(dataset, pin_memory=True)
+    # all workers would go through the share of the first one
+    sampler = torch.utils.data.DistributedSampler(range(5), num_replicas=2, rank=0)  # type: ignore[var-annotated,arg-type]
+    with pytest.raises(ValueError, match="processes its share of the samples, but all"):
+        PartLoader(dataset, sampler=sampler)
+    sampler = torch.utils.data.DistributedSampler(range(5), 1, 0, shuffle=False)  # type: ignore[arg-type]
+    assert len(list(PartLoader(dataset, sampler=sampler))) == 5
     with pytest.raises(IndexError, match="there are 5 samples, got 7"):
         list(PartLoader(dataset, sampler=[1, 7]))
     with pytest.raises(IndexError):

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tessel.core.agreement import agree, tell
+from tessel.core.checksum import checksum
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
 from tessel.core.shared import shared_whole
@@ -20,9 +22,11 @@ from tessel.data.formats import Format, Keys, flattened, nested, said_of
 from tessel.data.zarr_format import ZarrFormat
 from tessel.state.raising import kind_of, together
 from tessel.tensor.tensor import Tensor, converters, layout_on
+from tessel.transport import code_of
 
 Destination = Partition | Layout | Mapping[str, Any] | None
 FORMATS: tuple[type[Format], ...] = (ZarrFormat, CheckpointFormat)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 OTHERS = (".pt", ".pth", ".ckpt", ".npy", ".npz", ".h5", ".hdf5", ".safetensors", ".zip")
 
 
@@ -38,7 +42,8 @@ def save(
 
     All workers of the job call this, and share the file system. What the folder held before, zarr
     or a checkpoint, is replaced when all of the new one is written. If a worker cannot write its
-    box all of them raise, and the folder stays as it was.
+    box, or has another plain tensor than the others, all of them raise, and the folder stays as it
+    was.
 
     Args:
         x: a spread tensor; a plain one, which all workers have alike; or dicts of them, in dicts.
@@ -73,7 +78,10 @@ def save(
                 f"{path} exists and is neither zarr nor a checkpoint, so it is not overwritten"
             )
         kinds = {keys: (each.dtype, each.layout.identity) for keys, each in state.items()}
-        facts.append(f"{type(form).__name__} {chunks} {kinds}")
+        plain = {keys: each for keys, each in flattened(x) if type(each) in PLAIN}
+        facts.append(f"{type(form).__name__} {chunks} {kinds} {[*plain]}")
+    if plain:
+        _check_alike(call, plain)
     form.save(call, folder, state)
 
 
@@ -144,7 +152,7 @@ def _spread(keys: Keys, value: Any) -> Tensor:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(f"{name}expected dense tensors, and dicts of them, got {kind}")
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if type(value) not in PLAIN:
             raise TypeError(
                 f"{name}expected a tessel.Tensor or a plain tensor, got {type(value).__name__}; "
                 "tessel.from_dtensor converts a DTensor"
@@ -153,6 +161,26 @@ def _spread(keys: Keys, value: Any) -> Tensor:
     if value.layout.blocks:
         raise NotImplementedError(f"{value.layout} has blocks, which are not boxes of one tensor")
     return value
+
+
+def _check_alike(call: str, plain: Mapping[Keys, torch.Tensor]) -> None:
+    """Raise on all workers if a plain tensor has other values on one: they would be lost."""
+    sums = {keys: checksum(each) for keys, each in plain.items()}
+    _, said = agree(world(), call, numbers=(code_of(f"{sums}"),))
+    if len({*said.values()}) == 1:  # or else it is told which one differs
+        return
+    told = tell(world(), sums)
+    first, expected = next(iter(told.items()))
+    for worker, found in told.items():
+        for keys, number in found.items():
+            if number != expected[keys]:
+                name = repr("/".join(keys)) if keys else "the tensor"
+                raise ValueError(
+                    f"{call}: {name} is plain and has other values on worker {worker} than on "
+                    f"worker {first}, of which only one would be written; pass a spread tensor, as "
+                    "tessel.from_local makes one of parts, and tessel.nn.collect_state_dict(model) "
+                    "for a model whose layers have shards"
+                )
 
 
 def _check_names(what: str, given: Mapping[str, Any], known: Mapping[Keys, Any]) -> None:

@@ -8,7 +8,7 @@ from operator import index as as_int
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from tessel.core import boxes
 from tessel.core.agreement import tell
@@ -62,6 +62,12 @@ class PartSampler(Sampler[list[int]]):
             facts.append(repr((*given, batch_axis)))
             if shuffle and sampler is not None:
                 raise ValueError("shuffle=True cannot be combined with a sampler")
+            if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+                raise ValueError(
+                    f"a DistributedSampler gives one of {sampler.num_replicas} processes its share "
+                    "of the samples, but all workers go through all of them here, each with its "
+                    "part of each batch; pass shuffle=True and seed= instead of the sampler"
+                )
             are_numbers = isinstance(batch_size, int) and isinstance(length, int)
             if not are_numbers or batch_size < 1 or length < 0:
                 raise ValueError(

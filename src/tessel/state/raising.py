@@ -48,7 +48,9 @@ def together(call: str, workers: Partition | None = None, saying: str = "") -> I
         text = "" if error is None else f"{'' if is_known else type(error).__name__ + ': '}{error}"
         number, text = tell(everyone, (number, text))[failed[0]]
         kind = ValueError if saying else KINDS[number]
-        raise kind(f"{saying or call}: on worker {failed[0]}, {text}") from error
+        # What a generator raises from a StopIteration is taken for the end of the block.
+        cause = None if isinstance(error, StopIteration) else error
+        raise kind(f"{saying or call}: on worker {failed[0]}, {text}") from cause
     if len({code for _, code in said.values()}) > 1:
         same(tell(everyone, " ".join(facts)), "data", call)
 
