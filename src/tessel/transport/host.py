@@ -58,7 +58,6 @@ Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
 # Up to so many bytes a worker writes to slots in one exchange all the same, by the engine, which
 # spreads them over places that no core holds: so they are written, and read, four times as fast.
-# A quarter where copies come as well: two workers that read each other's memory are as fast.
 MOST_WRITTEN = 2**20
 MOST_PACKED = 2**25  # bytes that a worker packs, and keeps room for; more goes through slots
 ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
@@ -219,8 +218,6 @@ class Host:
         own = next((place for worker, place in gives if worker == self.worker), None)
         sends, receives, readers, room = [], [], [], 0
         others = sum(worker != self.worker for worker, _ in gives)
-        if not adds and any(worker != self.worker for worker, *_ in takes):
-            others *= 4
         written = min(MOST_WRITTEN // max(1, others), self._map.slot_size)
         limit = max(written, self._small if early else self._small_for_engine)
         for worker, place in gives:
