@@ -517,30 +517,60 @@ def test_workers_keep_the_memory_of_freed_tensors(
         assert faults < 0.8 * pages if keeps else faults > 0.95 * pages
 
 
-def test_workers_of_any_launcher_keep_it(tmp_path: Path) -> None:
-    """torchrun, srun and others start plain processes, which join a job."""
-    script = tmp_path / "script.py"
+GROUP = "import torch.distributed as dist; dist.init_process_group('gloo')"
+USES = {
+    "a world": "tessel.world()",
+    "a layer": "tessel.nn.ParallelLinear(4, 4, dim=-1)(torch.ones(2, 4))",
+    "an operator": "tessel.distribute(tessel.ParDFT(torch.float32, 4), [1]) * torch.ones(4)",
+    "a group of its own": f"{GROUP}; tessel.world()",
+    "a partition": "tessel.Partition((0,), (1,)).prepare()",
+}
+
+
+def faults_of(program: str, folder: Path, **settings: str) -> int:
+    """The pages that a plain process clears for new tensors after a program."""
+    script = folder / "script.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import tessel; tessel.world()\n"
+        f"import torch, tessel; {program}\n"
         "from test_launch import faults_of_new_tensors; print(faults_of_new_tensors())"
     )
-    taken = ("MALLOC_", "TESSEL_ALLOC")
+    taken = ("MALLOC_", "TESSEL_ALLOC", *("RANK", "WORLD_SIZE", "MASTER"))
     own = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
+    found = subprocess.run(
+        [sys.executable, str(script)],
+        env={**own, **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return int(found.stdout)
+
+
+@pytest.mark.parametrize(("use", "is_job"), [
+    ("a world", False),
+    ("a layer", False),
+    ("an operator", False),
+    ("a partition", False),
+    ("a world", True),  # torchrun, srun and others start plain processes, which join a job
+    ("a group of its own", True),
+])  # fmt: skip
+def test_processes_of_any_launcher_or_none_keep_it(tmp_path: Path, use: str, is_job: bool) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    faults = []
-    for choice in ("keep", "system"):
-        found = subprocess.run(
-            [sys.executable, str(script)],
-            env={**own, **job, "TESSEL_ALLOCATOR": choice},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        faults.append(int(found.stdout))
+    settings = job if is_job else {}
     pages = 30 * 2**25 // 4096
-    assert faults[0] < 0.8 * pages and faults[1] > 0.95 * pages
+    assert faults_of(USES[use], tmp_path, **settings) < 0.8 * pages
+    assert faults_of(USES[use], tmp_path, TESSEL_ALLOCATOR="system", **settings) > 0.95 * pages
+
+
+def test_what_a_user_sets_later_stays(tmp_path: Path) -> None:
+    """`import tessel` changes nothing either."""
+    give_back = "import ctypes; ctypes.CDLL(None).mallopt(-3, 2**20)"
+    pages = 30 * 2**25 // 4096
+    assert faults_of("tessel.Layout", tmp_path) > 0.95 * pages
+    program = f"tessel.world(); {give_back}; tessel.world(); {USES['a layer']}"
+    assert faults_of(program, tmp_path, **{HUGE_PAGES: "0"}) > 0.95 * pages
 
 
 def huge_pages_of_a_tensor() -> int:

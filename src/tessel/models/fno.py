@@ -18,7 +18,6 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import used
-from tessel.machine import keep_freed_memory
 from tessel.models.spectral import (
     Modes,
     batch_first,
@@ -132,8 +131,6 @@ class FNO(ComputingLayer, torch.nn.Module):
 
     def place_on(self, P_x: Partition) -> None:
         super().place_on(P_x)
-        # In a plain process, too: pages that are cleared anew take half of the time of an FNO.
-        keep_freed_memory()
         self.schedule = buckets.BucketSchedule()
 
     @in_graphs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import secrets
@@ -11,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tessel import endings
 from tessel.limits import seconds_to_wait, time_limit
+from tessel.machine import keep_freed_memory
 from tessel.settings import chosen, text
 from tessel.transport import mpi, semaphore, wire, world
 from tessel.transport.board import StoreBoard
@@ -44,11 +45,16 @@ def start(backend: str | None = None) -> bool:
     Returns:
         Whether it was joined now.
     """
+    keep_memory()
     joins = world.join(backend)
     if joins:
         atexit.unregister(_leave_at_exit)  # once, however often jobs are joined
         atexit.register(_leave_at_exit)  # a process that ends with open groups aborts
     return joins
+
+
+# Once in a process: what its user sets afterwards stays.
+keep_memory = functools.cache(keep_freed_memory)
 
 
 def _leave_at_exit() -> None:
@@ -119,7 +125,7 @@ def kept_in_job(function: F) -> F:
 
     For what depends on the number of this worker, or holds groups: both end with the job.
     """
-    remembering = lru_cache(maxsize=4096)(function)
+    remembering = functools.lru_cache(maxsize=4096)(function)
     _memories.append(remembering.cache_clear)
     return cast(F, remembering)
 
@@ -435,6 +441,7 @@ def _job() -> _Job:
     if _current is None or _current.default is not default:
         if _current is not None:
             _current.end()  # else its group lives on in cycles, and threads that wake up with it
+        keep_memory()  # also where a program has made the groups of torch.distributed by itself
         _current = _Job(default)
         for forget in _memories:
             forget()

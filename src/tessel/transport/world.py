@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tessel.limits import time_limit
-from tessel.machine import keep_freed_memory
 from tessel.settings import warn_of_unknown, whole_number
 from tessel.transport.launchers import find_job, meet, own_interface
 
@@ -108,7 +107,6 @@ def join(backend: str | None = None) -> bool:
     # The store of the launcher outlives a job: one who comes to the next job early must not find
     # the server of the last one as it goes, or the addresses that were left there.
     store = dist.PrefixStore(f"tessel/{place.jobs}", place.store)
-    keep_freed_memory()  # as `tessel run` does: with torchrun a step may take twice as long else
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.workers, timeout=limit
     )
