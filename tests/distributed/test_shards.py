@@ -11,7 +11,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,18 @@ from windowed_cases import raised
 
 Run = Callable[..., list[Any]]
 Function = Callable[[Tensor], Any]
+
+
+class Both(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Row(tuple[Tensor, ...]):
+    """A tuple of somebody's own."""
+
+    __slots__ = ()
+
 
 # What keeps the sharding of a tensor (4, 6, 10) that is a shard along dim 1: the shards of the
 # result are the result of the whole.
@@ -79,6 +91,7 @@ KEPT: dict[str, Function] = {
     "unbind": lambda x: x.unbind(2)[1] + torch.unbind(x, dim=2)[0],
     "chunks": lambda x: x.chunk(2, dim=2)[1] + x.split(5, 2)[0],
     "cat": lambda x: torch.cat([x, 2 * x], dim=2),
+    "cat of a named tuple": lambda x: torch.cat(Both(x, 2 * x), 2) + torch.cat(Row([x, x]), -1),
     "stack": lambda x: torch.stack([x, 2 * x]) + torch.stack((x, x), dim=0),
     "sum": lambda x: x.sum(0) + x.mean(dim=0) + x.amax(0) + x.prod(0),
     "sum behind": lambda x: torch.sum(x, dim=(0, 2)) + x.logsumexp((0, 2)),

@@ -424,6 +424,13 @@ class Both(OrderedDict):  # type: ignore[type-arg]  # as outputs of diffusers
 Pair = namedtuple("Pair", "images others")
 
 
+class Row(tuple):  # type: ignore[type-arg]
+    """A tuple of somebody's own, made of anything."""
+
+    def __new__(cls, *given: Any) -> Row:
+        return super().__new__(cls, given)
+
+
 class Options(dict):  # type: ignore[type-arg]
     """A dictionary of somebody's own."""
 
@@ -438,6 +445,8 @@ class Takes(nn.Module):
         if isinstance(given, Batch):
             y = self.conv(given.images) * given.scale + given.more["k"][0].mean()
             return Found(y, [y.mean((2, 3))])
+        if isinstance(given, Row):
+            return Row(self.conv(given[0]) + given[1].mean(), given[1].amax((2, 3)))
         if isinstance(given, Pair):
             return Pair(self.conv(given.images) + given.others.mean(), given.others.amax((2, 3)))
         found = self.conv(given["images"])
@@ -451,6 +460,7 @@ def check_containers() -> None:
     for make in (
         lambda x: Batch(x, 2.0, {"k": [x + 1]}),
         lambda x: Pair(x, x * x),
+        lambda x: Row(x, x * x),
         lambda x: UserDict(images=x),
         lambda x: Options(images=x),
         lambda x: {"images": x},
@@ -461,7 +471,7 @@ def check_containers() -> None:
         tensors = [(y, z)]
         if isinstance(y, Found):
             tensors = [(y.images, z.images), (y.means[0], z.means[0])]
-        elif isinstance(y, Pair):
+        elif isinstance(y, Pair | Row):
             tensors = list(zip(y, z, strict=True))
         elif isinstance(y, dict):
             tensors = [(y[key], z[key]) for key in y]
@@ -474,7 +484,8 @@ def check_containers() -> None:
         tensors[0][1].square().sum().backward()
         close("gradient", model.conv.weight.grad, alone.conv.weight.grad, TOLERANCE)
         assert isinstance(whole, Batch) is isinstance(part, Batch)
-        held = part.images if isinstance(part, Batch | Pair) else part["images"]
+        place = 0 if isinstance(part, Row) else "images"
+        held = part.images if isinstance(part, Batch | Pair) else part[place]
         assert type(held) is Tensor  # what was given stays as it was
 
 

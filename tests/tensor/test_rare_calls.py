@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import tessel
 from parity import values
 from tessel import Layout, Partition
-from tessel.tensor.table import spread_among
+from tessel.tensor.table import spread_among, tensors
 from test_spread import CASES as SPREAD_CASES
 from test_spread import Run, Verdict, derived, flat, partition, ways
 
@@ -278,6 +278,100 @@ def check_sizes_of_tensors() -> None:
         y.view(torch.tensor(2.0), 12)
     z = tessel.spread(x, Partition((0,), (1, 1)))  # the other worker is outside
     assert z.view(two, -1).shape == (2, 12) and z.roll(two, 0).shape == (4, 6)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Own(Pair):
+    """A named tuple that is made in another way."""
+
+    def __new__(cls, *given: Tensor) -> Own:
+        found = super().__new__(cls, *given[::-1])
+        found.count = len(given)
+        return found
+
+
+class Row(list[Tensor]):
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__(given)
+
+
+class Several(tuple[Tensor, ...]):
+    __slots__ = ()
+
+    def __new__(cls, *given: Tensor) -> Several:
+        return super().__new__(cls, given)
+
+
+CONTAINERS: tuple[Callable[[Tensor, Tensor], Any], ...] = (
+    *(Pair, Own, Row, Several),
+    lambda x, y: torch.return_types.max((x, y)),
+)
+
+
+def check_containers() -> list[str]:
+    """Operands in lists and tuples of any class: split, in separate copies, elsewhere."""
+    verdict, workers = Verdict(), tessel.world().size
+    row, values_of = tessel.world(), (values((4, 3), 3), values((4, 3), 4))
+    grids = {
+        "split": [Layout.balanced(partition([workers, 1]), (4, 3))] * 2,
+        "split and whole": [
+            Layout.split(row, (4, 3), [0, None]),
+            Layout.whole(row, (4, 3), shared=True),
+        ],
+        "copies": [Layout.whole(row, (4, 3))] * 2,
+        "elsewhere": [Layout.whole(Partition((0,), (1,)), (4, 3))] * 2,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        script = torch.jit.script(scripted)
+    functions: dict[str, Callable[[Any], Any]] = {
+        "cat": lambda xs: torch.cat(xs, 1),
+        "stack": torch.stack,
+        "vstack": torch.vstack,
+        "broadcast_tensors": lambda xs: torch.broadcast_tensors(*xs),
+        "block_diag": lambda xs: torch.block_diag(*xs),
+        "foreach": lambda xs: torch._foreach_mul(xs, 3.0),
+        "of names": lambda xs: torch.cat(tensors=xs, dim=0),
+        "einsum": lambda xs: torch.einsum("ij,kj->ik", xs),
+        "norms": lambda xs: torch.nn.utils.get_total_norm(xs),
+        "scripted": script,
+    }
+    for name, layouts in grids.items():
+        for make in CONTAINERS:
+            spread, plain = [], []
+            for x, layout in zip(values_of, layouts, strict=True):
+                part = layout.local_part(x)
+                spread.append(tessel.from_local(part, layout).requires_grad_())
+                terms = workers if name == "copies" else 1  # these are a sum
+                plain.append((terms * x).requires_grad_())
+            for called, function in functions.items():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    got, wanted = (list(tensors(function(make(*each)))) for each in (spread, plain))
+                    got += derived(got, spread, 1)
+                    wanted += derived(wanted, plain, 1)
+                    for k, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                        if isinstance(a, tessel.Tensor):
+                            everywhere = Layout.whole(row, a.shape, shared=True)
+                            # each copy has a gradient of its own, all alike
+                            is_copy = name == "copies" and a.layout.separate
+                            a = a.local if is_copy else a.move_to(everywhere).local
+                        verdict.compare(f"{called} of {make}, {name}, {k}", a, b)
+    return verdict.wrong
+
+
+def scripted(xs: list[Tensor]) -> dict[str, Tensor]:
+    return {"sum": xs[0] + xs[1], "first": xs[0] * 2}
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_containers(run: Run, nprocs: int) -> None:
+    for wrong in run(check_containers, nprocs=nprocs):
+        assert not wrong, "\n".join(wrong)
 
 
 def check_formats() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tessel.core.layout import Shape
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
+from tessel.tensor import table
 from tessel.tensor.rules import pointwise as rules
 from tessel.tensor.table import tensors
 
@@ -138,15 +139,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same arguments with another tensor for each."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple | list):
-        members = [mapped(function, each) for each in value]
-        # a named tuple of Python takes its members one by one, one of torch's a sequence
-        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-    if isinstance(value, dict):
-        return {name: mapped(function, each) for name, each in value.items()}
-    return value
+    return table.mapped(lambda each: function(each) if isinstance(each, Tensor) else each, value)
 
 
 @lru_cache(maxsize=1024)

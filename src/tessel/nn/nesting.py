@@ -1,8 +1,9 @@
 """Nesting: tensors inside of the arguments and results of a model, in all that torch code passes.
 
 Besides lists, tuples, dictionaries and what is registered with torch's `pytree`, these are
-dataclasses, subclasses of lists and dictionaries, and `collections.UserDict`, as tokenizers give.
-A `PackedSequence` is a named tuple of tensors, of which none is in the order of the samples.
+dataclasses, subclasses of lists, tuples and dictionaries, and `collections.UserDict`, as
+tokenizers give. A `PackedSequence` is a named tuple of tensors, of which none is in the order of
+the samples.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
-from tessel.tensor.table import mapped
+from tessel.tensor.table import with_members
 
 
 def nested(
@@ -35,6 +37,14 @@ def nested(
     >>> nested(lambda x: x + 1, {"a": [1, 2]})
     {'a': [2, 3]}
     """
+    # what most models pass: torch's walk takes longer than a layer
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return change(value)
+    if kind is list or kind is tuple:
+        return kind([nested(change, each, repack) for each in value])
+    if kind is dict:
+        return {name: nested(change, each, repack) for name, each in value.items()}
 
     def inside(value: Any) -> Any:
         return nested(change, value, repack)
@@ -44,6 +54,10 @@ def nested(
             return change(leaf)
         if isinstance(leaf, PackedSequence):
             return repack(leaf) if repack else type(leaf)(*[inside(each) for each in leaf])
+        if isinstance(leaf, tuple):
+            found = [inside(member) for member in leaf]
+            same = all(a is b for a, b in zip(found, leaf, strict=True))
+            return leaf if same else with_members(leaf, found)
         try:
             new = copy(leaf)
         except TypeError:  # a dictionary that cannot be made without arguments
@@ -66,13 +80,7 @@ def nested(
             object.__setattr__(new, field.name, member)  # of a frozen one, too, as it is a copy
         return new
 
-    # what most models pass by itself: torch's walk takes longer than a layer
-    return mapped(
-        lambda leaf: (
-            change(leaf) if isinstance(leaf, Tensor) else tree_map(changed, leaf, is_leaf=_is_ours)
-        ),
-        value,
-    )
+    return tree_map(changed, value, is_leaf=_is_ours)
 
 
 def members_of(*values: Any) -> list[Any]:
@@ -108,8 +116,10 @@ _DICTIONARIES: tuple[Any, ...] = (OrderedDict, dict, UserDict)
 
 
 def _is_ours(value: Any) -> bool:
-    if type(value) in SUPPORTED_NODES:
+    if type(value) in SUPPORTED_NODES and not isinstance(value, torch.Size):
         return False
     if is_dataclass(value):
         return not isinstance(value, type)
-    return isinstance(value, (*_DICTIONARIES, list, PackedSequence))
+    return isinstance(value, (*_DICTIONARIES, list)) or (
+        isinstance(value, tuple) and type(value) is not tuple
+    )

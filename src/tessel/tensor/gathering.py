@@ -118,17 +118,9 @@ def gathered(value: Any) -> Any:
 
 def shared(result: Any, partition: Any) -> Any:
     """What all workers computed alike, as spread tensors that all of them have whole."""
-    if isinstance(result, torch.Tensor):
-        return as_spread(result, partition)
-    if isinstance(result, list | tuple):
-        members = [shared(each, partition) for each in result]
-        plain = type(result) in (list, tuple)
-        return (
-            type(result)(members)
-            if plain or not hasattr(result, "_fields")
-            else type(result)(*members)
-        )
-    return result
+    return mapped(
+        lambda each: as_spread(each, partition) if isinstance(each, torch.Tensor) else each, result
+    )
 
 
 @encodable

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._pytree import tree_map
 
 from tessel import transport
 from tessel.core.context import setting
@@ -32,6 +31,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     held_layouts,
+    mapped,
     outlines,
     outlining,
     parts,
@@ -83,7 +83,7 @@ def outlined(
     anchor = _anchor(args, kwargs)
     try:
         with setting(outlining, True), FakeTensorMode(allow_non_fake_inputs=True):
-            given, settings = tree_map(without_values, (args, kwargs))
+            given, settings = mapped(without_values, (args, kwargs))
             result = follow(name, func, given, settings)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         held = next(each for each in held_layouts(args, kwargs) if each.is_outside)
@@ -93,7 +93,7 @@ def outlined(
         there = _with_partition(given[0]._layout, Partition)
         if there != target._layout:  # it has another shape now
             target = become(target, note_view(Tensor(open_part(target), there), target))
-    found = tree_map(with_history, result)
+    found = mapped(with_history, result)
     if is_in_place(name) and isinstance(target, Tensor) and given[0]._part.requires_grad:
         target._part.add_(anchor.to(target.dtype))
         with torch._C.DisableTorchFunctionSubclass():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from copy import copy
 from functools import lru_cache
 from inspect import signature
 from types import FunctionType, MethodDescriptorType
@@ -107,13 +108,42 @@ def held_layouts(*values: Any) -> list[Layout]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same lists, tuples and dictionaries with other members."""
+    """The same lists, tuples and dictionaries with other members, also of classes of their own."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind([mapped(change, each) for each in value])
     if kind is dict:
         return {name: mapped(change, each) for name, each in value.items()}
+    if isinstance(value, list | tuple | dict) and kind is not torch.Size:
+        old = list(value.values() if isinstance(value, dict) else value)
+        new = [mapped(change, each) for each in old]
+        # what has no tensors stays as it is, whatever its class does
+        same = all(a is b for a, b in zip(old, new, strict=True))
+        return value if same else with_members(value, new)
     return change(value)
+
+
+def with_members(value: Any, members: list[Any]) -> Any:
+    """A copy of a list, a tuple or a dictionary, with its class and attributes, of other members.
+
+    A class may take any arguments, so instances are not made by a call of it.
+    """
+    new: Any
+    if isinstance(value, tuple):
+        kind = type(value)
+        if hasattr(kind, "n_sequence_fields"):  # a result of torch, as of `max`, is made by itself
+            return kind(members)
+        new = tuple.__new__(kind, members)
+        if hasattr(value, "__dict__"):
+            new.__dict__.update(value.__dict__)
+        return new
+    new = copy(value)
+    if isinstance(value, dict):
+        for name, member in zip(value, members, strict=True):
+            dict.__setitem__(new, name, member)
+    else:
+        list.__setitem__(new, slice(None), members)
+    return new
 
 
 def named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
