@@ -18,11 +18,17 @@ from torch.utils.checkpoint import checkpoint
 import tessel
 from parity import values
 from tessel.tensor import seeded
+from tessel.tensor.shared_random import common_number
 from test_spread import grids, ways
 
 Run = Callable[..., list[Any]]
 
 SHAPE = (4, 6, 8)
+
+
+def own() -> torch.Generator:
+    """A generator of the caller's, in another state on each worker."""
+    return torch.Generator().manual_seed(11 + tessel.world().rank)
 
 
 def chances(x: Tensor) -> Tensor:
@@ -88,6 +94,30 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "multinomial with replacement": lambda x: torch.multinomial(
         x[0].detach().exp() * 1, 9, replacement=True
     ),
+    "rand_like by a generator": lambda x: torch.rand_like(x, generator=own()),
+    "randn_like by a generator": lambda x: torch.randn_like(x, generator=own()),
+    "randint_like by a generator": lambda x: torch.randint_like(x, 9, generator=own()),
+    "normal by a generator": lambda x: torch.normal(x.detach(), 0.5, generator=own()),
+    "bernoulli by a generator": lambda x: torch.bernoulli(x.sigmoid(), generator=own()),
+    "bernoulli_ by a generator": lambda x: torch.zeros_like(x.detach()).bernoulli_(generator=own()),
+    "normal_ by a generator": lambda x: torch.empty_like(x.detach()).normal_(generator=own()),
+    "uniform_ by a generator": lambda x: torch.empty_like(x.detach()).uniform_(generator=own()),
+    "random_ by a generator": lambda x: torch.empty_like(x.detach()).random_(5, generator=own()),
+    "exponential_ by a generator": lambda x: torch.empty_like(x.detach()).exponential_(
+        generator=own()
+    ),
+    "init by a generator": lambda x: nn.init.trunc_normal_(x.detach() * 1, generator=own()),
+    "poisson by a generator": lambda x: torch.poisson(x.detach().exp(), generator=own()),
+    "rrelu by a generator": lambda x: torch.ops.aten.rrelu(x, 0.1, 0.3, True, generator=own()),
+    "multinomial by a generator": lambda x: torch.multinomial(
+        x[0].detach().exp() * 1, 3, generator=own()
+    ),
+    "multinomial with replacement by a generator": lambda x: torch.multinomial(
+        x[0].detach().exp() * 1, 9, replacement=True, generator=own()
+    ),
+    "tessel.rand": lambda x: tessel.rand(3, where=world_of(x), generator=own()),
+    "tessel.randn": lambda x: tessel.randn(3, where=world_of(x), generator=own()),
+    "tessel.randint": lambda x: tessel.randint(9, (3,), where=world_of(x), generator=own()),
     "attention with dropout": lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.4),
     "heads with dropout": lambda x: heads().train()(x, x, x)[0],
     "LSTM with dropout": lambda x: recurrent(nn.LSTM)(x)[0],
@@ -96,6 +126,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
         pack_padded_sequence(x, [6, 4, 3, 1], batch_first=True)
     )[0].data,
 }
+
+
+def world_of(x: Any) -> tessel.Partition:
+    """All of its workers in one line."""
+    ranks = x.layout.partition.ranks
+    return tessel.Partition(ranks, (len(ranks),))
 
 
 def heads() -> nn.Module:
@@ -263,12 +299,74 @@ def check_errors() -> None:
         (lambda: torch.multinomial((x > 1.8).double(), 2), RuntimeError),
         (lambda: torch.empty_like(x).normal_(0, -1), RuntimeError),
         (lambda: torch.rand_like(x.long()), RuntimeError),
-        (lambda: torch.rand_like(x, generator=torch.Generator()), (NotImplementedError, TypeError)),
-        (lambda: torch.empty_like(x).normal_(generator=torch.Generator()), NotImplementedError),
+        (lambda: common_number(tessel.world(), torch.Generator(), "cuda"), RuntimeError),
     ):
         with pytest.raises(kind):
             does()
         assert float(tessel.ones(9, where=tessel.world()).sum()) == 9  # all go on
+
+
+def check_operators_without_rules() -> None:
+    """Where torch does not say that an operator draws, its generator does; nobody draws alone."""
+    x = tessel.spread(torch.ones(9).double(), tessel.Layout.split(tessel.world(), (9,), [0]))
+    for does in (
+        lambda: torch.ops.aten.uniform.default(x),
+        lambda: torch.ops.aten.normal_functional.default(x),
+    ):
+        with pytest.raises(NotImplementedError):
+            does()
+
+
+def test_random_operators_without_rules_raise(run: Run) -> None:
+    run(check_operators_without_rules, nprocs=2, timeout=60)
+
+
+def check_generators() -> None:
+    """A generator draws one number for a call, as torch's own does, which stays where it was."""
+    world = tessel.world()
+    x = tessel.spread(torch.linspace(0, 1, 9).double(), tessel.Layout.split(world, (9,), [0]))
+    generator, other = own(), own()
+    before = torch.get_rng_state()
+    calls: list[Callable[[], Tensor]] = [
+        lambda: torch.rand_like(x, generator=generator),
+        lambda: torch.bernoulli(x, generator=generator),
+        lambda: torch.empty_like(x).normal_(generator=generator),
+        lambda: torch.multinomial(x, 3, generator=generator),
+        lambda: torch.poisson(x, generator=generator),
+        lambda: tessel.rand(9, where=world, generator=generator),
+    ]
+    for does in calls:
+        assert not torch.equal(does().full(), does().full())
+        for _ in range(2):
+            torch.randint(2**62, (), generator=other)
+        assert torch.equal(generator.get_state(), other.get_state())
+    assert torch.equal(before, torch.get_rng_state())
+    # the same numbers as those of torch's own generator in this state
+    torch.manual_seed(generator.initial_seed())
+    generator.manual_seed(generator.initial_seed())
+    assert torch.equal(torch.rand_like(x).full(), torch.rand_like(x, generator=generator).full())
+
+
+def check_generators_in_models() -> None:
+    """In a converted model, too, a generator is the caller's, and need not be alike on workers."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = own()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand_like(x, generator=self.generator)
+
+    world = tessel.world()
+    model = tessel.nn.distribute_module(Noisy(), world)
+    x = tessel.spread(torch.zeros(9).double(), world)
+    first, second = model(x).full(), model(x).full()
+    generator = torch.Generator().manual_seed(11)  # that of the first worker
+    alone = tessel.Layout.whole(world, (9,), shared=True)
+    nothing = tessel.spread(torch.zeros(9).double(), alone)
+    assert torch.equal(torch.rand_like(nothing, generator=generator).full(), first)
+    assert torch.equal(torch.rand_like(nothing, generator=generator).full(), second)
 
 
 def check_checkpoint() -> None:
@@ -289,6 +387,8 @@ def check_checkpoint() -> None:
         check_together,
         check_nothing_is_drawn,
         check_errors,
+        check_generators,
+        check_generators_in_models,
         check_checkpoint,
     ],
 )

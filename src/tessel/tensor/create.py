@@ -269,26 +269,29 @@ def _line(line: torch.Tensor, where: Where, requires_grad: bool) -> Tensor:
 def rand(
     *size: Any,
     where: Where,
+    generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
     """Random numbers, evenly distributed from 0 to 1.
 
-    Each is a function of its place and of one number, which torch's generator of the first worker
-    draws: they do not depend on the number of workers or the layout, and each worker makes its own.
+    Each is a function of its place and of one number, which `generator`, or else torch's own, of
+    the first worker draws: they do not depend on the number of workers or the layout, and each
+    worker makes its own.
 
     >>> import tessel
     >>> tessel.rand(4, where=tessel.world()).shape
     torch.Size([4])
     """
     kind = dtype or torch.get_default_dtype()
-    return _random(_sizes(size), where, uniform, kind, device, requires_grad)
+    return _random(_sizes(size), where, uniform, kind, device, requires_grad, generator)
 
 
 def randn(
     *size: Any,
     where: Where,
+    generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: Any = None,
     requires_grad: bool = False,
@@ -300,12 +303,13 @@ def randn(
     torch.Size([4])
     """
     kind = dtype or torch.get_default_dtype()
-    return _random(_sizes(size), where, normal, kind, device, requires_grad)
+    return _random(_sizes(size), where, normal, kind, device, requires_grad, generator)
 
 
 def randint(
     *bounds: Any,
     where: Where,
+    generator: torch.Generator | None = None,
     dtype: torch.dtype = torch.int64,
     device: Any = None,
     **named: Any,
@@ -332,13 +336,20 @@ def randint(
     def draw(seed: int, layout: Layout, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return whole_numbers(seed, layout, low, high, dtype, device)
 
-    return _random(_sizes((size,)), where, draw, dtype, device, False)
+    return _random(_sizes((size,)), where, draw, dtype, device, False, generator)
 
 
 @untraced
 def _random(
-    shape: Shape, where: Where, draw: Any, dtype: torch.dtype, device: Any, requires_grad: bool
+    shape: Shape,
+    where: Where,
+    draw: Any,
+    dtype: torch.dtype,
+    device: Any,
+    requires_grad: bool,
+    generator: torch.Generator | None,
 ) -> Tensor:
     layout = layout_on(where, shape)
-    part = draw(common_number(layout.partition), layout, dtype, device)
+    number = common_number(layout.partition, generator, device or torch.get_default_device())
+    part = draw(number, layout, dtype, device)
     return Tensor(part.requires_grad_(requires_grad), layout)

@@ -64,10 +64,15 @@ def may_gather() -> bool:
 @lru_cache(maxsize=1024)
 def is_random(name: str) -> bool:
     """Whether torch says that a function of this name draws random numbers."""
-    packet = getattr(torch.ops.aten, name.strip("_"), None)
-    return packet is not None and any(
-        torch.Tag.nondeterministic_seeded in getattr(packet, each).tags
-        for each in packet.overloads()
+    own = name.rpartition("::")[2].partition(".")[0]  # of "operator aten::normal.Tensor_float", too
+    packet = getattr(torch.ops.aten, own.rstrip("_"), None)
+    if packet is None:
+        return False
+    overloads = [getattr(packet, each) for each in packet.overloads()]
+    return any(
+        torch.Tag.nondeterministic_seeded in each.tags  # which not all that take a generator have
+        or any(argument.name == "generator" for argument in each._schema.arguments)
+        for each in overloads
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -34,9 +35,13 @@ def common_seed(number: int) -> int:
     return _SIGN << _BITS | number % 2**_BITS
 
 
-def has_common_seed() -> bool:
-    """Whether torch's generator was seeded so: random numbers are those of a converted model."""
-    return torch.initial_seed() >> _BITS == _SIGN
+def has_common_seed(generator: torch.Generator | None = None) -> bool:
+    """Whether torch's generator was seeded so: random numbers are those of a converted model.
+
+    Args:
+        generator: another one than torch's own.
+    """
+    return (generator or torch.default_generator).initial_seed() >> _BITS == _SIGN
 
 
 def seed_generators(seed: int) -> None:
@@ -70,18 +75,36 @@ def seeded(seed: int, *devices: torch.device) -> Iterator[None]:
         yield
 
 
-def common_number(partition: Partition) -> int:
+def common_number(
+    partition: Partition, generator: torch.Generator | None = None, device: Any = None
+) -> int:
     """A random number that all workers have: each draws one, and that of the first counts.
 
     Where generators are known to be in the same state nothing has to be sent.
+
+    Args:
+        partition: the workers.
+        generator: which one draws; None for torch's own.
+        device: for which it draws; torch has a generator draw for its own kind of device only.
     """
+    if generator is not None:
+        kind = torch.device("cpu" if device is None else device).type
+        if generator.device.type != kind:
+            raise RuntimeError(
+                f"Expected a '{kind}' device type for generator but found '{generator.device.type}'"
+            )
+
+    def draw() -> int:
+        there = "cpu" if generator is None else generator.device
+        return int(torch.randint(2**62, (), device=there, generator=generator))
+
     if isinstance(partition, Outline):
         with unset_fake_temporarily():
-            return int(torch.randint(2**62, (), device="cpu"))  # generators stay in step
+            return draw()  # generators stay in step
     if capturing():
         raise NotImplementedError(NO_DRAWING)
-    number = int(torch.randint(2**62, (), device="cpu"))
-    if has_common_seed() or partition.size == 1 or not partition.active:
+    number = draw()
+    if has_common_seed(generator) or partition.size == 1 or not partition.active:
         return number
     heard = agree(partition, "a random function of a spread tensor", numbers=[number])
     return heard.numbers[partition.ranks[0]][0]

@@ -3,7 +3,7 @@
 A random function draws one number, the same on all workers; each random value is a function of it
 and of its place in the whole tensor. So copies of one value are treated alike, and parts as parts
 of one. While a converted model runs, the number comes from a stream that all workers have;
-elsewhere it is that of the first worker.
+elsewhere it is that of the first worker. So it is if the caller passes a generator, which draws it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
 
-def _check_generator(name: str, layout: Layout, kwargs: Settings) -> None:
-    if kwargs.get("generator") is not None:
-        raise unsupported(name, "a generator of one worker cannot draw for all", layout)
-
-
-def _even(layout: Layout, device: Any) -> torch.Tensor:
+def _even(layout: Layout, device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
     """Numbers from 0 to 1, without 1, for this worker's part."""
-    return uniform(common_number(layout.partition), layout, torch.float64, device)
+    return uniform(
+        common_number(layout.partition, generator, device), layout, torch.float64, device
+    )
+
+
+def _without_generator(kwargs: Settings) -> tuple[torch.Generator | None, Settings]:
+    """The generator that draws, or None for torch's own, and the other arguments."""
+    rest = {key: value for key, value in kwargs.items() if key != "generator"}
+    return kwargs.get("generator"), rest
 
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -58,12 +61,13 @@ _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def noise_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Evenly or normally distributed numbers."""
     x, layout = opened(args[0])
-    _check_generator(name, layout, kwargs)
-    dtype = kwargs.get("dtype") or x.dtype
+    dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
     if dtype not in _FLOATING and not dtype.is_complex:
         func(torch.empty(1, dtype=dtype))  # torch's own error
     draw = uniform if name == "rand_like" else normal
-    part = draw(common_number(layout.partition), layout, dtype, kwargs.get("device") or x.device)
+    part = draw(
+        common_number(layout.partition, kwargs.get("generator"), device), layout, dtype, device
+    )
     return made(part.requires_grad_(bool(kwargs.get("requires_grad"))), layout)
 
 
@@ -71,13 +75,12 @@ def noise_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def whole_numbers_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Whole numbers from low, 0 by default, to high, without it."""
     x, layout = opened(args[0])
-    _check_generator(name, layout, kwargs)
     limits = [*args[1:], *(kwargs[key] for key in ("low", "high") if key in kwargs)]
     low, high = (0, *limits) if len(limits) == 1 else limits
     dtype = kwargs.get("dtype") or x.dtype
     func(torch.empty(0, dtype=dtype), low, high)  # torch's own errors
-    seed = common_number(layout.partition)
     device = kwargs.get("device") or x.device
+    seed = common_number(layout.partition, kwargs.get("generator"), device)
     part = whole_numbers(seed, layout, low, high, dtype, device)
     return made(part.requires_grad_(bool(kwargs.get("requires_grad"))), layout)
 
@@ -86,12 +89,10 @@ def whole_numbers_like(name: str, func: Any, args: Arguments, kwargs: Settings) 
 def normal_by_tensors(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Normally distributed numbers, each with a mean and a deviation of its own."""
     mean, std = argument(args, kwargs, 0, "mean"), argument(args, kwargs, 1, "std", 1.0)
-    first = next(spread_among(mean, std))
-    _check_generator(name, first._layout, kwargs)
     if holds_anywhere(std < 0) if isinstance(std, torch.Tensor) else std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
     both = pointwise("add", torch.add, (mean, std), {})  # how the result lies
-    noise = torch.randn_like(both.detach())
+    noise = torch.empty_like(both.detach()).normal_(generator=kwargs.get("generator"))
     return _constant(mean) + _constant(std) * noise
 
 
@@ -168,14 +169,15 @@ def _unit(seed: int, layout: Layout, like: torch.Tensor) -> torch.Tensor:
 def fill(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Put random numbers of a distribution in the place of all values."""
     target, layout = args[0], args[0]._layout
-    _check_generator(name, layout, kwargs)
     check_change(name, target, [layout])
     like = target._part
+    generator, kwargs = _without_generator(kwargs)
     func(torch.empty(0, dtype=like.dtype), *args[1:], **kwargs)  # torch's own errors
     names, draw = _FILLS[name]
-    kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
     settings = names | dict(zip(names, args[1:], strict=False)) | kwargs
-    part = draw(common_number(layout.partition), layout, like, *settings.values())
+    part = draw(
+        common_number(layout.partition, generator, like.device), layout, like, *settings.values()
+    )
     like.copy_(part)
     return changed(target)
 
@@ -184,7 +186,6 @@ def fill(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Ones with a probability, that of the function, or that of each place."""
     target, layout = args[0], args[0]._layout
-    _check_generator(name, layout, kwargs)
     usual = 0.5 if name == "bernoulli_" else None
     p = argument(args, kwargs, 1, "p", usual)
     chances = target if p is None else p
@@ -195,7 +196,7 @@ def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise RuntimeError(f"bernoulli expects p to be in [0, 1], but got p={chances}")
     if name == "bernoulli_":
         check_change(name, target, [layout])
-    numbers: Any = made(_even(layout, target.device), layout)
+    numbers: Any = made(_even(layout, target.device, kwargs.get("generator")), layout)
     if isinstance(chances, torch.Tensor):
         chances = chances.detach()
     # two layouts may have met: the result lies as the target does
@@ -275,7 +276,6 @@ def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Negative values times a slope, a random one for each in training."""
     target = args[0]
     x, layout = opened(target)
-    _check_generator(name, layout, kwargs)
     lower = argument(args, kwargs, 1, "lower", 1 / 8)
     upper = argument(args, kwargs, 2, "upper", 1 / 3)
     in_place = is_in_place(name) or bool(kwargs.get("inplace", args[4:5] == (True,)))
@@ -284,7 +284,9 @@ def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     func(torch.empty(0, dtype=x.dtype), lower, upper)  # torch's own errors
     slope = x.new_tensor((lower + upper) / 2)
     if argument(args, kwargs, 3, "training", False):
-        slope = (lower + (upper - lower) * _even(layout, x.device)).to(x.dtype)
+        slope = (lower + (upper - lower) * _even(layout, x.device, kwargs.get("generator"))).to(
+            x.dtype
+        )
     factors = torch.where(x.detach() <= 0, slope, 1)
     if in_place:
         target._part.mul_(factors)
@@ -312,8 +314,7 @@ def gumbel_softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
 @rule("multinomial")
 def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Places in rows of weights, each as often as its weight says."""
-    x = args[0].detach()
-    _check_generator(name, x._layout, kwargs)
+    x, generator = args[0].detach(), kwargs.get("generator")
     count = argument(args, kwargs, 1, "num_samples")
     replacement = argument(args, kwargs, 2, "replacement", False)
     outlines(func, (args[0], count, replacement), {})  # torch's own errors
@@ -326,13 +327,13 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             f"needed in each row"
         )
     if not replacement:  # the first of clocks that ring at rates of the weights
-        clocks = torch.empty_like(x, dtype=torch.float64).exponential_() / x
+        clocks = torch.empty_like(x, dtype=torch.float64).exponential_(generator=generator) / x
         return clocks.topk(count, -1, largest=False).indices
     last = x.dim() - 1
     there = x._layout.hosted((last,))
     sums = moved(x, there).double().cumsum(-1)
     target = there.reshaped_along((*x.shape[:-1], count), (last,))
-    levels = _even(target, x.device) * sums[..., -1:]
+    levels = _even(target, x.device, generator) * sums[..., -1:]
     # right: a level of zero, or between two places, belongs to one of positive weight
     places = torch.searchsorted(sums, levels, right=True)
     return made(places.clamp_max(x.shape[-1] - 1), target)
@@ -346,14 +347,14 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What cannot be counted: all workers draw for the whole tensor, from one seed."""
     spread = list(spread_among(args, kwargs))
-    layout = spread[0]._layout
-    _check_generator(name, layout, kwargs)
+    layout, device = spread[0]._layout, spread[0].device
     if not may_gather() and not all(each._layout.is_whole for each in spread):
         raise unsupported(name, "it draws for whole tensors only", layout)
     say(name, spread)
-    seed = common_number(layout.partition)
-    whole, settings = gathered(args), gathered(kwargs)
-    with seeded(seed, spread[0].device):
+    generator, settings = _without_generator(kwargs)
+    seed = common_number(layout.partition, generator, device)
+    whole, settings = gathered(args), gathered(settings)
+    with seeded(seed, device):
         result = func(*whole, **settings)
     return _like_operand(result, layout)
 
