@@ -76,7 +76,7 @@ from tessel.primitives.broadcast import SumReduce as SumReduce
 from tessel.primitives.halo_exchange import HaloExchange as HaloExchange
 from tessel.primitives.repartition import Repartition as Repartition
 
-if _TYPE_CHECKING:  # what works on whole models stands above: `tessel` puts these names here
+if _TYPE_CHECKING:  # from a higher layer: `tessel` adds these names here
     from tessel.state import ParallelGradScaler as ParallelGradScaler
     from tessel.state import clip_grad_norm_ as clip_grad_norm_
     from tessel.state import collect_optimizer_state_dict as collect_optimizer_state_dict

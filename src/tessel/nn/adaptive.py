@@ -1,4 +1,4 @@
-"""Adaptive pools over partitioned tensors: windows of unequal size, as many as wanted."""
+"""Adaptive pools over partitioned tensors: a chosen number of windows of unequal size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DistributedAdaptiveAvgPool1d(Layer, torch.nn.AdaptiveAvgPool1d):
     Forward:  y[i] = mean_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along the last dimension.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
         output_size: the length m of the output.
 
     >>> import tessel, torch
@@ -54,9 +54,10 @@ class DistributedAdaptiveMaxPool1d(MayGiveIndices, torch.nn.AdaptiveMaxPool1d):
     Forward:  y[i] = max_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along the last dimension.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
         output_size: the length m of the output.
-        return_indices: whether to give the places of the largest values too, in the whole tensor.
+        return_indices: whether to also return the indices of the largest values in the whole
+            tensor.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])

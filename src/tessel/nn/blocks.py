@@ -1,4 +1,4 @@
-"""Blocks: layers whose weight may itself lie in blocks on a grid of workers."""
+"""Blocks: layers whose weight may itself be stored in blocks on a grid of workers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tessel.transport import kept_in_job
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """The part that each axis of a grid of workers has in a product of weights and inputs.
+    """The role of each axis of a grid of workers in a product of weights and inputs.
 
     Attributes:
         partition: the workers; each holds one block of the weight.
         lead: the axes that split the dimensions before the channels, or None for all of them.
         out: the axis that splits the outputs.
         into: the axis that splits the inputs, over which results are summed.
-        space: the axes that split the dimensions behind the channels.
+        space: the axes that split the dimensions after the channels.
     """
 
     partition: Partition
@@ -56,16 +56,16 @@ class WeightGrid:
         return cls(partition, leading, extra, extra + 1, space)
 
     def weight(self, shape: Shape, axes: Sequence[int]) -> Layout:
-        """A parameter whose first dimensions are split by `axes`; the other axes share it."""
+        """The layout of a parameter whose first dimensions `axes` split; others share it."""
         shared = tuple(axis for axis in range(self.partition.dim) if axis not in axes)
         return _split(self.partition, shape, (*axes, *[None] * (len(shape) - len(axes))), shared)
 
     def product(self, x: Shape, weight: Layout, y: Shape) -> Contraction:
-        """Where inputs meet the blocks of a weight.
+        """The layouts in which inputs are multiplied with the blocks of a weight.
 
         Args:
-            x: the shape of the inputs, in space that of the outputs.
-            weight: how the blocks lie.
+            x: the shape of the inputs, but in space that of the outputs.
+            weight: the layout of the blocks.
             y: the shape of the outputs.
         """
         # No axis is shared: workers along `out` use the same inputs for other outputs, whose
@@ -113,7 +113,7 @@ class Weighted(StoredInParts, ComputingLayer):
         P_w: Partition | None = None,
         **settings: Any,
     ) -> None:
-        # past that of Layer, which would place the parameters before all partitions are known
+        # not that of Layer, which would place the parameters before all partitions are known
         super(Layer, self).__init__(*args, **settings)
         self.place_with(P_x, P_y, P_w)
 
@@ -135,7 +135,7 @@ class Weighted(StoredInParts, ComputingLayer):
         }
 
     def place_with(self, P_x: Partition, P_y: Partition | None, P_w: Partition | None) -> None:
-        """Put a layer, as torch made it, onto its partitions."""
+        """Place a layer, as torch made it, on its partitions."""
         self.P_y, self.P_w = P_y, P_w
         self.place_on(P_x)
         assert isinstance(self, torch.nn.Module)
@@ -157,7 +157,7 @@ class Weighted(StoredInParts, ComputingLayer):
         return WeightGrid.of(self.P_w, ndim, self.num_dims)
 
     def _block_layouts(self) -> dict[str, Layout]:
-        """Where the parameters lie."""
+        """The layouts of the parameters."""
         if self.P_w is None:
             shapes = self.whole_shapes().items()
             return {name: Layout.whole(self.P_x, shape, shared=True) for name, shape in shapes}
@@ -169,7 +169,7 @@ class Weighted(StoredInParts, ComputingLayer):
         }
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
-        """The layer's function where its parameters lie, and the result on `P_y` or `P_x`."""
+        """Compute where the parameters are stored, with the result on `P_y` or `P_x`."""
         weight, bias = self.weight, self.bias
         if self.P_w is not None:
             layouts = self._block_layouts()
@@ -190,20 +190,20 @@ class Weighted(StoredInParts, ComputingLayer):
         *args: Any,
         **settings: Any,
     ) -> Result:
-        """What the function that the layer's rule calls gives, perhaps terms of a sum.
+        """The result of the function that the layer's rule calls, possibly terms of a sum.
 
         Args:
             x: this worker's part of the input.
-            layout: of the input.
-            weight: spread where it lies in blocks, else whole on all workers.
-            bias: the same.
-            args, settings: what else the layer is called with.
+            layout: the layout of the input.
+            weight: the weight, spread if it is stored in blocks, else whole on all workers.
+            bias: the bias, likewise.
+            args, settings: the other arguments of the call.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `multiply`")
 
     def on_grid(self, x: Shape, y: Shape) -> Contraction:
-        """Where an input and an output of these shapes meet the blocks of the weight on `P_w`."""
-        # Where windows are computed is said by their outputs: space is that of the result.
+        """The layouts of input and output for products with the blocks of the weight on `P_w`."""
+        # Windows are computed where their outputs are: space is that of the result.
         channel = len(y) - self.num_dims - 1
         inputs = (*y[:channel], x[channel], *y[channel + 1 :])
         return self._grid(len(y)).product(inputs, self._block_layouts()["weight"], y)

@@ -1,9 +1,9 @@
-"""Gradient buckets: gradients of shared parameters travel in few messages, while others are made.
+"""Gradient buckets: gradients of shared parameters are sent in few messages, during the backward.
 
-A layer uses parameters that all workers share, and the gradients of these uses have to be summed:
-a message for each parameter. Parameters that are used together in a bucket take one. Which these
-are must be known when the first of them is used, so a call is guided by the one before: the first
-call of a model learns how parameters are used, the next ones put them into buckets.
+A layer uses parameters that all workers share, and the gradients of these uses have to be summed,
+which takes a message for each parameter. Parameters of one bucket take a single message. They must
+be known when the first of them is used, so each call follows the schedule of the last one: the
+first call of a model records how parameters are used, the next ones put them into buckets.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tessel.nn.layer import Layer
 from tessel.tensor.table import in_backward, in_checkpoint
 from tessel.transport import NUM_WORDS, code_of, kept_in_job
 
-# Bytes of a bucket. A bucket leaves when its last gradient is there: a larger one waits longer, and
-# less is left to compute while it travels; smaller ones are more messages.
+# Bytes of a bucket. A bucket is sent when its last gradient is computed: a larger one starts later
+# and overlaps with less computation; smaller ones need more messages.
 LIMIT = 2**22
 
 
 class Use(NamedTuple):
-    """How a parameter is used: on these workers, separately along these axes."""
+    """A use of a parameter: on these workers, separately along these axes."""
 
     partition: Partition
     axes: tuple[int, ...]
@@ -44,12 +44,12 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are sent together.
 
     Attributes:
-        use: of all of them.
+        use: the use of all of them.
         numbers: their places among the parameters of the model, in the order of use.
-        lasts: whether channels lie last in the memory of each; gradients travel as they lie.
+        lasts: whether channels are last in the memory of each; gradients are sent in memory order.
     """
 
     use: Use
@@ -61,14 +61,15 @@ BucketPlan = tuple[Bucket, ...]
 
 
 class BucketSchedule:
-    """How a model uses its parameters, from call to call.
+    """The recorded uses of a model's parameters, from call to call.
 
     Args:
-        limit: how many bytes of gradients travel in one message, unless one parameter has more.
+        limit: the largest number of bytes of gradients in one message, unless one parameter has
+            more.
 
     Attributes:
-        uses: of the last call, by the number of the parameter, in order.
-        unsteady: parameters that were planned for once and not used, and are not any more.
+        uses: the uses in the last call, by the number of the parameter, in order.
+        unsteady: parameters that were once planned for but not used, and are left out since.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -77,13 +78,13 @@ class BucketSchedule:
         self.unsteady: set[int] = set()
 
     def plan(self, parameters: Sequence[Tensor]) -> BucketPlan:
-        """Which parameters will be used together, if this call is like the last."""
+        """The parameters that will be used together, if this call is like the last."""
         if not torch.is_grad_enabled():
             return ()
         found: list[tuple[Use, list[int]]] = []
-        room: dict[Any, tuple[list[int], int]] = {}  # a bucket that is open, and its bytes
+        room: dict[Any, tuple[list[int], int]] = {}  # an open bucket, and its bytes
         for number, use in self.uses.items():
-            # since the last call parameters may have been taken out, or frozen
+            # since the last call parameters may have been removed or frozen
             if number >= len(parameters) or not parameters[number].requires_grad:
                 continue
             parameter = parameters[number]
@@ -94,7 +95,7 @@ class BucketSchedule:
                 numbers, size = [], parameter.nbytes
                 found.append((use, numbers))
             numbers.append(number)
-            if size <= self.limit:  # what is larger travels alone, and the others go on
+            if size <= self.limit:  # a larger one is sent alone, and the others continue
                 room[kind] = numbers, size
         return tuple(
             Bucket(use, tuple(numbers), tuple(is_channels_last(parameters[n]) for n in numbers))
@@ -103,7 +104,7 @@ class BucketSchedule:
 
     def learn(self, plan: BucketPlan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""
-        if uses:  # a call that used none, as one without gradients, says nothing of the next
+        if uses:  # a call without uses, such as one without gradients, does not predict the next
             self.unsteady.update(n for bucket in plan for n in bucket.numbers if n not in uses)
             self.uses = {n: use for n, use in uses.items() if n not in self.unsteady}
 
@@ -114,9 +115,9 @@ class BucketSchedule:
 class BucketedCall:
     """One call of a model: buckets of its parameters, made when the first of each is used.
 
-    A bucket is prepared one before it is needed, so that in the backward pass the sums of a bucket
-    are waited for when those of the next have begun; those of a large one, when the next gradients
-    are there. In a graph, where movements are single nodes, nothing is waited for.
+    A bucket is prepared one bucket ahead, so that the backward pass waits for the sums of a bucket
+    after those of the next have started; for those of a large one, when the next gradients are
+    computed. In a graph, where moves are single nodes, there is no waiting.
     """
 
     def __init__(
@@ -153,8 +154,8 @@ class BucketedCall:
         self.uses.setdefault(number, how)
         self.sequence.append(number)
         if not self._in_graph:
-            # A number of its own: if workers return what hangs on different parameters, the sums of
-            # these wait for each other, and one is not taken for the other. Nodes have their own.
+            # A separate number: if results of workers depend on different parameters, their sums
+            # wait for each other and are not confused. Nodes have their own numbers.
             use.prepare().number_call()
         place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
@@ -167,10 +168,10 @@ class BucketedCall:
             aliases = BucketInGraph.of(*how, used).use(used)
             self._aliases.update(zip(numbers, aliases, strict=True))
             return self._aliases[number]
-        # The next bucket, too: what is computed between `prepare` and `use` is derived while the
-        # sums of the bucket travel. If that is large it is prepared after this one is used: in the
-        # backward pass its sums have come before there is room for those of this one, and there
-        # are never two large ones on their way.
+        # Also the next bucket: the backward of everything between `prepare` and `use` overlaps with
+        # the sums of the bucket. A large one is prepared after this one is used: in the backward
+        # pass its sums complete before those of this one start, so that never two large ones are in
+        # transit.
         self._prepare(place)
         is_last = place + 1 == len(self.plan)
         following = () if is_last else self.plan[place + 1].numbers
@@ -194,10 +195,10 @@ class BucketedCall:
 
 
 def _plain(in_graph: bool) -> bool:
-    """Whether buckets can be used: in plain reverse mode, for what is computed once.
+    """Whether buckets can be used: in plain reverse mode, outside of checkpoints.
 
-    A checkpoint computes again, perhaps after other calls, what was computed before: what it
-    keeps must be the same both times. Those of a graph are others, whose messages are nodes.
+    A checkpoint recomputes a forward pass, perhaps after other calls: it must save the same tensors
+    both times. In a graph, buckets are different: their messages are nodes.
     """
     if not torch.is_grad_enabled() or in_transform() or is_compiling() != in_graph:
         return False
@@ -211,13 +212,13 @@ def in_buckets(
     module: torch.nn.Module | None = None,
     fuses: bool = True,
 ) -> Iterator[None]:
-    """A call of a model, with what was learned from the one before; inside of another, nothing.
+    """A call of a model that follows the schedule of the last one; inside another call, nothing.
 
     Args:
-        schedule: of the model.
-        parameters: of the model, as it has them at the beginning of the call.
-        module: where others may be while it runs; None if they stay.
-        fuses: whether gradients of several parameters may travel together.
+        schedule: the schedule of the model.
+        parameters: the parameters of the model at the beginning of the call.
+        module: the module if its parameters may be replaced during the call; else None.
+        fuses: whether gradients of several parameters may be sent together.
     """
     if current_buckets.get() is not None or not _plain(is_traced()):
         yield
@@ -231,11 +232,11 @@ def in_buckets(
 
 
 def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) -> None:
-    """Raise on all workers if they used other parameters, or the same ones in another order.
+    """Raise on all workers if they used different parameters, or the same ones in another order.
 
-    They took different branches of the model then, and gradients of different parameters would be
-    added. All workers come here at the end of a call whose parameters get gradients. They must
-    also be alike in `wrapping`, which says in words who averages these gradients.
+    Then they took different branches of the model, and gradients of different parameters would be
+    added. All workers call this at the end of a call whose parameters get gradients. They must also
+    have the same `wrapping`, a text that names the wrappers that average these gradients.
     """
     call = current_buckets.get()
     if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
@@ -253,7 +254,7 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
     except ValueError as error:
         calls: list[str] = error.calls  # type: ignore[attr-defined]
         if not all(each.startswith(head) for each in calls):
-            raise  # others are somewhere else, as at an exception
+            raise  # others are elsewhere, for example in an exception
         uses = [each.removeprefix(head).split(", ") for each in calls]
         other = next(k for k, each in enumerate(uses) if each != uses[0])
         pairs = enumerate(zip_longest(uses[0], uses[other]))
@@ -271,13 +272,13 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
 
 @kept_in_job
 def _beginning(name: str, partition: Partition, wrapping: str) -> tuple[str, int]:
-    """What workers say of a call whatever parameters it used, which is made once, and its code."""
+    """The part of a call's text that does not depend on its parameters, and its code; cached."""
     head = f"{name} over {partition}, under {wrapping}, with the parameters "
     return head, code_of(head)
 
 
 def described_uses() -> tuple[str, str]:
-    """How the call that is traced now uses its parameters: in a few words, and all of it."""
+    """The uses of parameters in the call that is being traced: a summary, and all of them."""
     call = current_buckets.get()
     if not isinstance(call, BucketedCall):
         return described(()), ""
@@ -285,7 +286,7 @@ def described_uses() -> tuple[str, str]:
 
 
 def planned_uses() -> BucketPlan:
-    """Which parameters are used together in the call that runs now."""
+    """The parameters that are used together in the current call."""
     call = current_buckets.get()
     return call.plan if isinstance(call, BucketedCall) else ()
 
@@ -294,8 +295,8 @@ class BucketedForward:
     """The `forward` of a module whose gradients are fused.
 
     Args:
-        module: whose own forward it calls.
-        limit: how many bytes travel in one message.
+        module: the module whose own forward it calls.
+        limit: the largest number of bytes in one message.
     """
 
     def __init__(self, module: torch.nn.Module, limit: int) -> None:
@@ -308,7 +309,7 @@ class BucketedForward:
 
     @property
     def _partitions(self) -> list[Partition]:
-        """Those of all layers, in their order."""
+        """The partitions of all layers, in their order."""
         layers = [each for each in self.module.modules() if isinstance(each, Layer)]
         return list(dict.fromkeys(each for layer in layers for each in layer.partitions()))
 
@@ -321,17 +322,17 @@ class BucketedForward:
             return forward(self.module, *args, **kwargs)
 
     def _agree(self, plan: BucketPlan) -> None:
-        """Raise on all workers if those of a partition would send each other different messages."""
+        """Raise on all workers if workers of a partition would send different messages."""
         group = self._group_of_layers()
         if transport.this_worker() not in group.workers:
             return
         call = f"{type(self.module).__name__} with {described(plan)}"
-        known = self._partitions[: NUM_WORDS - 1]  # a word for each, after that of the call
+        known = self._partitions[: NUM_WORDS - 1]  # one word each, after that of the call
         others = [each for each in plan if each.use.partition not in known]
         codes = []
-        for partition in known:  # of what lies on others this worker knows nothing
+        for partition in known:  # this worker does not know layers on other partitions
             own = [each for each in plan if each.use.partition == partition]
-            # who is not of the partition, and says zero, agrees with anybody
+            # a worker outside of the partition passes zero, which agrees with any code
             codes.append(code_of(f"{own}") if partition.active else 0)
         code = code_of(f"{type(self.module).__name__} {len(known)} {others}")
         agree_on_call(group, call, code, codes, alike=len(codes))
@@ -347,18 +348,19 @@ def described(plan: BucketPlan) -> str:
 
 
 def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Module:
-    """Let the gradients of shared parameters travel in few messages, while others are computed.
+    """Send the gradients of shared parameters in few messages, while others are computed.
 
-    For modules that are written with the layers of this package. What `distribute_module` returns
-    does so already, as the models of `tessel.models` do; there this sets the limit.
+    Use it for modules that are written with the layers of this package. Modules from
+    `distribute_module` and models of `tessel.models` already do so; for these it sets the limit.
 
-    The first call learns which parameters are used, and in which order. In the next ones those
-    that follow each other are summed together: values are the same, of every order. The module is
-    changed in place and returned.
+    The first call records which parameters are used, and in which order. In the next ones
+    consecutive parameters are summed together; the values do not change, nor those of higher
+    derivatives. The module is changed in place and returned.
 
     Args:
-        module: a torch module that holds layers over partitions; all workers call this.
-        limit: how many bytes of gradients travel in one message, unless one parameter has more.
+        module: a torch module that contains layers over partitions; all workers call this.
+        limit: the largest number of bytes of gradients in one message, unless one parameter has
+            more.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -389,7 +391,7 @@ def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Modu
 
 
 def _schedule_of(module: torch.nn.Module) -> BucketSchedule | None:
-    """What a module has learned, if its gradients are fused."""
+    """The schedule of a module, if its gradients are fused."""
     found = module.__dict__.get(
         "schedule", getattr(module.__dict__.get("forward"), "schedule", None)
     )

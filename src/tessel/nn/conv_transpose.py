@@ -38,7 +38,7 @@ class _ConvTranspose(ConvolutionLayer):
         bias: Tensor | None,
         output_size: Any = None,
     ) -> Result:
-        """The result; `output_size` is that of the whole tensor, as torch takes it."""
+        """The result; `output_size` is that of the whole tensor, in torch's form."""
         settings = self.settings
         if output_size is not None:
             D = self.num_dims
@@ -66,18 +66,19 @@ class DistributedConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
 
     Forward:  y[o, j] = b[o] + Σ w[c, o, t] x[c, i] over all c, i, t with s·i − p + d·t = j.
 
-    Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
-    blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
-    The layer may be called with an `output_size`, as torch's, which is that of the whole tensor.
+    Batch, channels and space may be split, in any combination. `P_w` is a grid of workers that
+    store blocks of the weight, as for a convolution: (outputs, inputs, *space), or with batch
+    before them. Like torch's layer, it may be called with an `output_size`, that of the whole
+    tensor.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        in_channels, out_channels, kernel_size, stride, groups, bias, dilation, device, dtype: as of
+        P_x: the partition of the tensor; axis d splits dimension d.
+        in_channels, out_channels, kernel_size, stride, groups, bias, dilation, device, dtype: see
             `DistributedConv1d`.
-        padding: how much is cut off on both sides.
-        output_padding: how much longer the output is behind.
+        padding: the number of outputs that are cut off on both sides.
+        output_padding: the number of outputs that are added at the end.
         padding_mode: "zeros".
-        P_y, P_w: where the result, and blocks of the weight, lie, as of `DistributedConv1d`.
+        P_y, P_w: the partitions of the result and of blocks of the weight, see `DistributedConv1d`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])

@@ -78,31 +78,31 @@ nn = torch.nn
 
 
 def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather") -> nn.Module:
-    """Let a torch model work on tensors that are spread over `P_x`.
+    """Convert a torch model to tensors that are spread over `P_x`.
 
     The model is changed in place and returned. It keeps its layers, parameters (tied ones stay
     tied), buffers, `state_dict`, hooks and flags; all workers get the parameters and buffers of the
-    first. Its own code runs as it is, on spread tensors: `x.shape` is the global shape, and torch's
-    functions do what they do in one process, see `tessel.Tensor`.
+    first. Its own code runs unchanged, on spread tensors: `x.shape` is the global shape, and
+    torch's functions do the same as in one process, see `tessel.Tensor`.
 
     The same holds for the other methods of the model, such as `encode` and `decode`.
 
-    Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; what
-    else they pass must be the same on all of them. They agree on the shapes once for each call of
-    the model. An output that has the dimensions of the input is spread as the input is, in balanced
-    parts. Any other output is whole but for the batch, and *shared*: every worker has the same. A
-    loss of it is the loss of the whole, and every worker calls `backward()`. If the batch is split,
-    each worker has the rows of its part, and its loss is a share: the sum over its rows, divided by
-    what one process would divide by. To spread tensors the model answers with spread tensors,
-    whose losses are those of the whole, whatever is split.
+    Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; all
+    other arguments must be the same on all of them. They agree on the shapes once for each call of
+    the model. An output with the dimensions of the input is spread like the input, in balanced
+    parts. Any other output is whole except for the batch, and *shared*: every worker has the same.
+    A loss of it is the loss of the whole, and every worker calls `backward()`. If the batch is
+    split, each worker has the rows of its part, and its loss is a share: the sum over its rows,
+    divided as in one process. For spread tensors the model returns spread tensors, whose losses are
+    those of the whole in any layout.
 
     From the second call on, gradients of the parameters are summed in few messages, while others
     are computed: see `fuse_gradients`.
 
     Args:
         model: a torch model.
-        P_x: where the input lies; axis d splits dimension d.
-        fallback: what is done with functions that have no rule for split tensors: `"gather"` lets
+        P_x: the partition of the input; axis d splits dimension d.
+        fallback: how to treat functions that have no rule for split tensors: `"gather"` lets
             every worker compute with whole operands, with a warning; `"raise"` raises
             NotImplementedError.
 
@@ -113,7 +113,7 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     torch.Size([2, 8, 16, 16])
     """
     check_choice("fallback", fallback, FALLBACKS)
-    stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
+    stream = Stream(_agree_on_model(model, P_x))  # before any parameter or buffer is sent
     refuse_flattened(type(model).__name__, model.modules(), P_x)
     if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
         check_alike(split, P_x)
@@ -124,12 +124,12 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
 
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
-    """Raise on all workers if their models differ in form; else a number that all of them have."""
+    """Raise on all workers if their models differ in form; return a number that all share."""
     form: list[tuple[Any, ...]] = [
         (name, tuple(value.shape), str(value.dtype), value.requires_grad)
         for name, value in _values(model)
     ]
-    # of shards, which have other shapes on other workers, what they are shards of
+    # shards have different shapes on workers: compare their shardings
     form += [
         (name, str(state), str(value.dtype), value.requires_grad)
         for name, value in (*model.named_parameters(), *model.named_buffers())
@@ -158,11 +158,11 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
 
 
 def _values(model: nn.Module, split: bool = False) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers that are whole, not shards nor those of distributed layers.
+    """The parameters and buffers that are whole, without shards and those of distributed layers.
 
     Args:
         model: the model.
-        split: whether what `fully_shard` has split is among them.
+        split: whether to include those that `fully_shard` has split.
     """
     placed = {
         id(value)
@@ -176,7 +176,7 @@ def _values(model: nn.Module, split: bool = False) -> list[tuple[str, Tensor]]:
         for name, value in values
         if id(value) not in placed
         and not state_of(value)
-        # what lies spread is right where it lies; lazy layers draw what they need in the first call
+        # spread tensors stay where they are; lazy layers draw their parameters in the first call
         and not isinstance(value, SpreadTensor | UninitializedParameter | UninitializedBuffer)
         and (split or not is_dtensor(value))
     ]
@@ -192,10 +192,10 @@ class Stream:
 
     @contextmanager
     def flowing(self) -> Iterator[None]:
-        """Let torch's random numbers come from here.
+        """Draw torch's random numbers from this stream.
 
-        In a backward pass, when a checkpoint computes a part of the model again, they come from
-        where they came from before.
+        In a backward pass, when a checkpoint recomputes a part of the model, they are those of the
+        forward pass.
         """
         if in_backward():
             yield
@@ -214,7 +214,7 @@ class Stream:
             with seeded(seed):
                 yield
             return
-        # a fork of the generators: those of the caller go on after the model as they were before
+        # a fork of the generators: those of the caller are restored after the model
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
             seed_generators(seed)
@@ -224,12 +224,12 @@ class Stream:
 
 
 class ModelConversion:
-    """What all entrances of a converted model have in common.
+    """The common state of all entrances of a converted model.
 
     Args:
-        P_x: where the input lies.
+        P_x: the partition of the input.
         stream: the random numbers of the model.
-        fallback: what is done with functions that have no rule.
+        fallback: how to treat functions without a rule.
     """
 
     def __init__(self, P_x: Partition, stream: Stream, fallback: str) -> None:
@@ -237,12 +237,12 @@ class ModelConversion:
         self.averaging: set[tuple[int, ...]] = set()  # workers over which wrappers average rightly
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
-        self._last: list[weakref.ref[Tensor]] = []  # those of the last call, in their order
+        self._last: list[weakref.ref[Tensor]] = []  # values of the last call, in their order
 
     def enter(self, model: nn.Module) -> None:
-        """Take a model in whose parameters and buffers are alike on all workers.
+        """Add entrances to a model whose parameters and buffers are equal on all workers.
 
-        All methods of all its modules then agree on their input, if they are called from outside.
+        Then all methods of all its modules agree on their input if they are called from outside.
         """
         place_regions(model, self.P_x)
         of_weights = _modules_of_weights(model.modules())
@@ -250,12 +250,12 @@ class ModelConversion:
             own = module.__dict__.get("forward")
             # converted for other workers
             elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
-            # DDP is called with parts, and gives parts: it looks at the graph of its output
+            # DDP takes and returns parts: it traverses the graph of its output
             is_called_otherwise = isinstance(module, Layer | DistributedDataParallel)
             if is_called_otherwise or elsewhere or id(module) in of_weights:
                 continue
-            # Models are also called by methods such as `encode`. With parts these would compute
-            # with the parts alone: what calls layers is right, and a mean between them is that of
+            # Models are also called by methods such as `encode`. Without an entrance these would
+            # compute with parts: layers would be right, but a mean between them would be that of
             # the part.
             kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
             found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
@@ -265,7 +265,7 @@ class ModelConversion:
                 if isinstance(value, FunctionType | staticmethod)
                 and not name.startswith("_")
                 and not hasattr(nn.Module, name)
-                # what somebody put into this module takes the place of the method
+                # an attribute of the instance replaces the method
                 and isinstance(module.__dict__.get(name), Entrance | None)
             ]
             for name in ("forward", *others):
@@ -280,9 +280,10 @@ class ModelConversion:
             self._alike[id(value)] = weakref.ref(value)
 
     def unknown(self, values: Iterable[Tensor]) -> list[Tensor]:
-        """Those that came into the model since its last call; a copy of a model knows none."""
+        """The values that were added since the last call; in a copy of a model, all."""
         values, known, last = list(values), self._alike, self._last
-        # Mostly those of the last call, one by one: a look at each takes twenty times as long.
+        # Mostly they are those of the last call, one by one: a dictionary lookup of each is twenty
+        # times slower.
         if len(values) == len(last) and all(map(is_, map(call, last), values)):
             return []
         # an identity may be that of a tensor that is gone
@@ -292,7 +293,7 @@ class ModelConversion:
         return found
 
     def late_form(self, model: nn.Module, contents: Contents) -> tuple[Any, ...]:
-        """What was put into a model after its conversion, as all workers must have it."""
+        """A description of additions after the conversion, which must be equal on all workers."""
         late = {id(value) for value in self.unknown(contents.values)}
         if not late and not contents.unentered:
             return ()
@@ -305,15 +306,15 @@ class ModelConversion:
         return (*values, *modules)
 
     def take_in(self, model: nn.Module, contents: Contents) -> None:
-        """Give what was put into a model later the values of the first worker, and entrances."""
+        """Give later additions to a model the values of the first worker, and entrances."""
         late = {id(value) for value in self.unknown(contents.values)}
-        if contents.is_split:  # what is written into a gathered parameter is lost again
+        if contents.is_split:  # writes to a gathered parameter would be lost
             parameters = list(model.named_parameters())
             check_alike([(name, p) for name, p in parameters if id(p) in late], self.P_x)
             late -= {id(value) for _, value in parameters}
         values = [value for _, value in _values(model) if id(value) in late]
-        # What is alike already is not written: `functional_call` puts in values that may have a
-        # history, belong to others or share memory, with which torch refuses to be changed.
+        # Equal values are not written: `functional_call` inserts values that may have a history,
+        # belong to others or share memory, and that torch does not allow to change.
         told = tell(self.P_x, [*map(checksum, values)]).values()
         sums = zip(*told, strict=True)
         unlike = [v for v, found in zip(values, sums, strict=True) if len({*found}) > 1]
@@ -321,9 +322,9 @@ class ModelConversion:
         self.enter(model)
 
     def make_values_plain(self, model: nn.Module) -> None:
-        """Keep what a call has put into parameters and buffers as torch would have it there.
+        """Make parameters and buffers that a call has assigned plain tensors again.
 
-        What every worker has whole becomes plain again: it enters a `state_dict`, and optimizers.
+        Values that every worker has whole become plain: `state_dict` and optimizers use them.
         """
         contents = Contents(model)
         if any(issubclass(kind, SpreadTensor) for kind in {*map(type, contents.values)}):
@@ -344,14 +345,14 @@ def _make_plain(values: dict[str, Any], make: Callable[[Tensor, bool], Tensor]) 
 
 
 class Contents:
-    """What a model holds: each call begins with a look at it, by one walk that makes no names.
+    """The contents of a model, which each call collects in one walk that makes no names.
 
     Attributes:
-        parameters: in the order of `model.parameters()`.
+        parameters: the parameters, in the order of `model.parameters()`.
         values: parameters and buffers.
         unentered: modules that are not converted.
-        sharded: those whose parameters FSDP has split.
-        is_split: whether it holds, or is in, such modules.
+        sharded: modules whose parameters FSDP has split.
+        is_split: whether the model contains, or is in, such modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -394,19 +395,19 @@ def _different(held: Iterable[Iterable[Tensor | None]]) -> list[Any]:
 
 
 def _modules_of_weights(modules: Iterable[nn.Module]) -> set[int]:
-    """The identities of those that parametrizations are made of.
+    """The identities of the modules in parametrizations.
 
-    They make a weight of others, whole on all workers, whoever reads it: an attribute of a layer,
-    which is no call of the model, and which may be read by one worker alone.
+    They compute a weight from others, whole on all workers, when an attribute of a layer is read:
+    this is no call of the model, and a single worker may do it.
     """
     lists = (each for each in modules if isinstance(each, ParametrizationList))
     return {id(module) for each in lists for module in each.modules()}
 
 
 def _found_in(kind: type, name: str) -> Any:
-    """What a class, or one that it derives from, has of this name, as it is written there.
+    """The attribute of this name of a class or its bases, without binding.
 
-    `inspect.getattr_static` gives the same, and takes longer than many a layer.
+    `inspect.getattr_static` returns the same, but takes longer than many layers.
     """
     for each in kind.__mro__:
         if name in each.__dict__:
@@ -414,19 +415,19 @@ def _found_in(kind: type, name: str) -> Any:
     raise AttributeError(f"{kind.__name__} has no attribute {name!r} any more")
 
 
-_WITH_OTHER_CODE = (nn.SyncBatchNorm, torch.jit.ScriptModule)  # than that of their class
+_WITH_OTHER_CODE = (nn.SyncBatchNorm, torch.jit.ScriptModule)  # other than that of their class
 
 
 class Entrance(HasHandle):
-    """The `forward` of a module in a converted model: the outermost agrees on the input.
+    """The `forward` of a module in a converted model: the outermost one agrees on the input.
 
-    The same for its other methods. These may be called with no tensor that could be a part, and
-    are then called as they are.
+    It also replaces other methods. These may be called without a tensor that could be a part, and
+    then run unchanged.
 
     Args:
-        module: whose own method it calls.
-        conversion: of the model.
-        name: of the method.
+        module: the module whose own method it calls.
+        conversion: the conversion of the model.
+        name: the name of the method.
     """
 
     _derived = HasHandle._derived | {"_calls", "_agreements", "_traces", "_schedules"}
@@ -440,7 +441,7 @@ class Entrance(HasHandle):
         self.schedule = buckets.BucketSchedule()
 
     def __getattr__(self, name: str) -> Any:
-        # Callers that count the arguments of a method find those of the module's own.
+        # Callers that inspect the arguments of a method find those of the module's own.
         if name == "__signature__" and "module" in self.__dict__:
             if self.own is not None:
                 return inspect.signature(self.own)
@@ -453,18 +454,18 @@ class Entrance(HasHandle):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module."""
+        """Call the module's own method."""
         module = self.module
         if self.own is not None:
             return self.own(*args, **kwargs)
         if not isinstance(module, _WITH_OTHER_CODE):
             kind = type(module)
-            # of most modules it is in their own class
+            # for most modules it is in their own class
             method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
             if type(method) is FunctionType:
                 return method(module, *args, **kwargs)
-            return method.__get__(module, kind)(*args, **kwargs)  # say, a static one
-        if isinstance(module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
+            return method.__get__(module, kind)(*args, **kwargs)  # such as a static method
+        if isinstance(module, nn.SyncBatchNorm):  # its own forward communicates
             return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
         return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
 
@@ -478,7 +479,7 @@ class Entrance(HasHandle):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # what a compiler sees is that all of this is one call: it knows no variables of a context
+        # for a compiler all of this is one call: it does not support context variables
         if is_dynamo_compiling() or running.get() is None:
             return self.from_outside(*args, **kwargs)
         return self.from_inside(*args, **kwargs)
@@ -492,7 +493,7 @@ class Entrance(HasHandle):
     def from_outside(self, *args: Any, **kwargs: Any) -> Any:
         """The outermost call of the model."""
         if running.get() is not None:
-            # A compiler could not see this, and what it made of `__call__` would come here again.
+            # A compiler could not trace this, and its version of `__call__` would return here.
             return self.from_inside(*args, **kwargs)
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
@@ -500,8 +501,8 @@ class Entrance(HasHandle):
         no_parts = (each.dim() != P_x.dim for each in given)
         if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
-        # What a checkpoint computes again is inside, too, and so is all that it calls: plain
-        # tensors are whole there. A checkpoint puts back the generators that it found.
+        # The recomputation of a checkpoint is also inside, with everything that it calls: plain
+        # tensors are whole there. A checkpoint restores the generators.
         if in_backward() and (spread or has_common_seed()):
             held = self._held_by(Contents(self.module), given)
             with (
@@ -533,7 +534,7 @@ class Entrance(HasHandle):
         contents.is_split = any(map(is_fully_sharded, wrappers))
         result = self._in_parts(args, kwargs, given, contents, wrapping)
         self.conversion.make_values_plain(self.module)
-        result = result if spread else as_parts(result)  # it goes as the input came
+        result = result if spread else as_parts(result)  # spread if the input was spread
         return nested(unviewed, result) if is_fully_sharded(self.module) else result
 
     def _in_parts(
@@ -543,7 +544,7 @@ class Entrance(HasHandle):
         P_x = self.conversion.P_x
         # A bucket may wait for gradients of several modules, and `fully_shard` does not.
         fuses = not contents.is_split
-        # buckets first: what they foresee is part of what workers agree on with the input
+        # buckets first: their plan is part of the agreement on the input
         with (
             buckets.in_buckets(self.schedule, contents.parameters, self.module, fuses),
             self.conversion.stream.flowing(),
@@ -565,9 +566,9 @@ class Entrance(HasHandle):
         return result
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
-        """The call for a graph of what it computes with parts, which every run agrees on again.
+        """Trace the call to a graph that computes with parts; every run agrees again.
 
-        It is traced several times: the first one learns how parameters are used, and the others
+        It is traced several times: the first trace records how parameters are used, and the others
         put them into buckets.
         """
         P_x, module = self.conversion.P_x, self.module
@@ -617,7 +618,7 @@ class Entrance(HasHandle):
         return as_parts(result)
 
     def _held_by(self, contents: Contents, given: list[Tensor]) -> Callable[[Tensor], bool]:
-        """What knows the tensors that others than the code of the model may look at."""
+        """A predicate for tensors that code outside of the model may access."""
 
         def is_held(x: Tensor) -> bool:
             known = (*contents.values, *given)
@@ -628,10 +629,10 @@ class Entrance(HasHandle):
         return is_held
 
     def _check_no_whole(self, result: Any) -> None:
-        """Raise for a plain result that may hold parts which were written into a plain tensor.
+        """Raise for a plain result that may contain parts which were written into a plain tensor.
 
-        It is whole, where the caller expects a part. It may also come from elsewhere in the model,
-        but that cannot be seen.
+        It is whole, but the caller expects a part. It may also come from elsewhere in the model,
+        but that cannot be distinguished.
         """
         plain = [
             each
@@ -652,8 +653,8 @@ class Entrance(HasHandle):
         P_x = self.conversion.P_x
         found = [each for each in given if not is_spread(each)]
         dims = tuple(each.dim() for each in found)
-        # Axis d splits dimension d, so that what has other dimensions is no part, and is whole. So
-        # is what is packed: its rows are those of all samples in turn.
+        # Axis d splits dimension d, so that tensors with other dimensions are no parts but whole.
+        # So are packed sequences: their rows are those of all samples in turn.
         packed = packed_in(args, kwargs)
         in_packed = {id(each) for sequence in packed for each in tensors_in(*sequence)}
         parts = [each for each in found if each.dim() == P_x.dim and id(each) not in in_packed]
@@ -666,7 +667,7 @@ class Entrance(HasHandle):
         ]
         if not (parts or late or unclear) and len(found) < len(given):
             return args, kwargs
-        # where nothing is a part, what there is raises on all workers
+        # without any part, the other tensors raise on all workers
         brought: list[Any] = parts
         if nothing_is_split:
             brought = [next(iter(found), None)]
@@ -722,7 +723,7 @@ def _has_recurrence(handle: str) -> bool:
 
 
 def as_parts(result: Any) -> Any:
-    """What a model gives to a caller who gave it parts; packed sequences are whole."""
+    """The result of a model that was called with parts; packed sequences are whole."""
     return nested(
         lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
         result,
@@ -734,9 +735,9 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def _check_untraced(module: nn.Module, arguments: Any) -> None:
-    """Raise if a graph is made of a converted model: what is between its layers would see parts.
+    """Raise if a converted model is traced: code between its layers would get parts.
 
-    One that is made already holds layers of the model, which are converted, and is not itself.
+    An existing graph contains converted layers of the model, but is not converted itself.
     """
     frame, around = sys._getframe(1), module
     while frame is not None and around is module:
@@ -756,7 +757,7 @@ def _check_untraced(module: nn.Module, arguments: Any) -> None:
 
 
 def _keep_entrances(graph: GraphModule) -> None:
-    """Let copies of a graph have its entrances: torch makes them anew, of the graph alone."""
+    """Keep the entrances in copies of a graph module, which torch creates from the graph."""
     kind: Any = type(graph)  # torch makes one for each graph
     kind.__deepcopy__, kind.__reduce__ = _copied_graph, _reduced_graph
 
@@ -789,10 +790,10 @@ def _made_graph(make: Callable[..., GraphModule], body: dict[str, Any], imports:
 
 @kept_in_job
 def outside(layout: Layout) -> Layout:
-    """How an output leaves a model: as the input lies, if it has its dimensions.
+    """The layout of an output of a model: that of the input, if it has its dimensions.
 
-    Other tensors are whole but for the batch: a plain part of features, or of space that became
-    features, would be taken for all of them.
+    Other tensors are whole except for the batch: a plain part of features, or of space that became
+    features, would be mistaken for all of them.
     """
     if len(layout.shape) == layout.partition.dim:
         return Layout.balanced(layout.partition, layout.shape)

@@ -30,7 +30,7 @@ class ConvolutionLayer(Weighted):
 
     @cached_property
     def settings(self) -> Any:
-        """What this is, as a value: what the attributes say, which are torch's."""
+        """The settings of the convolution as a value, from torch's attributes."""
         inputs = self.in_channels // self.groups
         shape = (self.out_channels, inputs, *self.kernel_size)
         sizes = self.stride, self.padding, self.dilation
@@ -55,7 +55,7 @@ class ConvolutionLayer(Weighted):
         """Blocks of the weight must hold whole groups of outputs, and all of their inputs."""
         if self.groups == 1:
             return
-        # torch's function takes whole groups of outputs, each with all of its inputs
+        # torch's function needs whole groups of outputs, each with all of its inputs
         size = self.out_channels // self.groups
         parts = grid.weight((self.out_channels,), (grid.out,)).cuts[0].intervals
         split = grid.partition.shape[grid.into] > 1
@@ -72,26 +72,26 @@ class DistributedConv1d(ConvolutionLayer, torch.nn.Conv1d):
 
     Forward:  y[o, i] = b[o] + Σ_c Σ_t w[o, c, t] x[c, s·i − p + d·t].
 
-    Batch, channels and space may be split, in any mixture. Each worker fetches what its outputs
+    Batch, channels and space may be split, in any combination. Each worker fetches what its outputs
     read and computes them; parameters are whole on all workers. With `P_w`, a grid of (outputs,
-    inputs, *space) or (batch, outputs, inputs, *space), each of its workers stores one block of
-    the weight, and results are summed over the inputs.
+    inputs, *space) or (batch, outputs, inputs, *space), each of its workers stores one block of the
+    weight, and results are summed over the inputs.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        in_channels: of the whole input.
-        out_channels: of the whole output.
+        P_x: the partition of the tensor; axis d splits dimension d.
+        in_channels: the number of channels of the whole input.
+        out_channels: the number of channels of the whole output.
         kernel_size: the size of the window.
-        stride: how far apart windows are.
-        padding: how far the first window begins before the tensor; "same" or "valid".
-        dilation: the distance of the values of a window.
-        groups: how many groups of channels are convolved on their own.
-        bias: whether to add one.
+        stride: the distance between windows.
+        padding: the width of the padding on both sides; or "same" or "valid".
+        dilation: the distance between the values of a window.
+        groups: the number of groups of channels that are convolved independently.
+        bias: whether to add a bias.
         padding_mode: "zeros", "reflect", "replicate" or "circular", around the whole tensor.
-        device: of the parameters.
-        dtype: of the parameters.
-        P_y: where the result shall lie, by default on `P_x`.
-        P_w: where the blocks of the weight lie, if it is not whole on all workers.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        P_y: the partition of the result, by default `P_x`.
+        P_w: the partition of the blocks of the weight, if it is not whole on all workers.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])

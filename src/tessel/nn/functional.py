@@ -33,16 +33,18 @@ def parallel_linear(
     dim: int | None = None,
     partition: Partition | None = None,
 ) -> Tensor:
-    """The linear map of the last dimension, with a weight whose shards the workers pass.
+    """Apply a linear map to the last dimension, with a weight whose shards the workers pass.
 
     Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
 
     Args:
-        input: whole on all workers; for `dim=0` also a shard along the last dimension.
+        input: the input, whole on all workers; for `dim=0` possibly a shard along the last
+            dimension.
         weight: this worker's shard of the weight (outputs, inputs): balanced parts of the outputs
             for `dim=1` and `-1`, of the inputs for `dim=0`; the whole weight for `dim=None`.
-        bias: the part of this worker's outputs; for `dim=0` the whole bias, the same on all.
-        dim: which is split, as in `tessel.nn.ParallelLinear`; None for torch's own function.
+        bias: the bias of this worker's outputs; for `dim=0` the whole bias, the same on all.
+        dim: the dimension that is split, as in `tessel.nn.ParallelLinear`; None for torch's own
+            function.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -51,16 +53,16 @@ def parallel_linear(
             [3., 3., 3., 3.]])
     """
     refuse_wrapped(input, "parallel_linear")
-    if isinstance(input, SpreadTensor):  # F.linear has a rule for it, which knows what a shard is
+    if isinstance(input, SpreadTensor):  # F.linear has a rule for it, which supports shards
         if dim is not None:
             agree_on_spread(row_of(partition), name_of_product(bias, dim))
         return F.linear(input, weight, bias)
     if dim is not None:
         return multiply_shards(input, weight, bias, dim, partition)
-    # by autograd's graph, too, but for a compiler, which cannot look into it
+    # also by autograd's graph, except in a compiler, which cannot access it
     state = state_of(weight) if is_compiling() else traced_state(weight)
     check_known(state, "the weight of parallel_linear(dim=None)")
-    # of a shard torch's own function would make something else
+    # for a shard torch's own function would compute something else
     if isinstance(state, Sharding) and state.partition.size > 1:
         raise ValueError(
             f"parallel_linear(dim=None) needs the whole weight, but this is {state}; pass "
@@ -69,6 +71,6 @@ def parallel_linear(
     return F.linear(input, weight, bias)
 
 
-# other names of the same functions, by which programs know them that were written for torchshard
+# other names of the same functions, for programs that were written for torchshard
 parallellinear = parallel_linear
 cross_entropy_loss = parallel_cross_entropy_loss = parallel_cross_entropy

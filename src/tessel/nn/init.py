@@ -1,4 +1,4 @@
-"""The initialization of parameters that lie in shards on several workers."""
+"""The initialization of parameters that are sharded over several workers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
     """Fill this worker's shard of a tensor as `init_method` fills the whole, in place.
 
     The method sees the whole tensor, so that its fan-in and fan-out are those of the whole, and
-    draws as it does in one process: with equal seeds the values are those of one process, and with
-    others all workers keep parts of what the first one drew. A tensor that is whole on all workers
-    of a group, as the bias of a row-parallel layer, gets equal values on all of them.
+    draws as in one process: with equal seeds the values are those of one process, and otherwise all
+    workers get parts of the first one's values. A tensor that is whole on all workers of a group,
+    such as the bias of a row-parallel layer, gets equal values on all of them.
 
-    This is a call of all workers: of those of the shard, or of the layer that has the parameter,
-    or else of the default group. To fill a tensor on one worker alone, call `init_method`.
+    All workers must call this: those of the shard, or of the layer that has the parameter, or else
+    of the default group. To fill a tensor on a single worker, call `init_method`.
 
     Args:
-        init_method: fills a tensor in place, as the functions of `torch.nn.init` do.
+        init_method: a function that fills a tensor in place, such as those of `torch.nn.init`.
         tensor: a parameter of a parallel layer, a tensor that is registered as a shard, or any
-            other, which is one value that all workers of the default group have.
+            other tensor, which all workers of the default group then share.
         kwargs: further arguments of the method.
 
     >>> import tessel, torch

@@ -1,4 +1,4 @@
-"""Layer: what layers over partitioned tensors have in common."""
+"""Layer: the common base of layers over partitioned tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tessel.transport import kept_in_job
 AgreedInput = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
 
-# a converted model runs whose tensors one worker has: its layers are torch's own then
+# true while a converted model runs whose tensors one worker has: its layers are then torch's own
 alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def parts_agreement(
     group: transport.Group, P_x: Partition, label: str, identity: str
 ) -> Agreement[AgreedInput]:
-    """Where workers agree how the parts of a tensor lie on `P_x` that they pass."""
+    """The agreement on the layout of a tensor on `P_x` whose parts workers pass."""
 
     def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> AgreedInput:
         return Layout.from_local_shapes(P_x, shapes), meta
@@ -68,9 +68,9 @@ def is_in_model() -> bool:
 
 
 def compute_spread(compute: Callable[..., Result], x: Tensor, *args: Any, **settings: Any) -> Any:
-    """What a layer computes from part to part, of a spread tensor; it may give several.
+    """Apply a function of parts to a spread tensor; it may return several.
 
-    Separate copies are a sum that is not made yet. It is made first: a bias is added to it once.
+    Separate copies are a pending sum. It is computed first, since a bias must be added to it once.
     """
     refuse_wrapped(x, "a layer that computes with parts")
     assert isinstance(x, SpreadTensor)
@@ -81,49 +81,50 @@ def compute_spread(compute: Callable[..., Result], x: Tensor, *args: Any, **sett
 
 
 class Layer(HasHandle):
-    """A mixin that lets a torch layer work on tensors that are spread over a partition.
+    """A mixin with which a torch layer works on tensors that are spread over a partition.
 
     A subclass derives from this and from torch's own layer, whose arguments, parameters and
     `state_dict` it keeps. It is a layout and torch's function: workers agree on the shapes of their
-    parts, which are a spread tensor then, and torch's own layer is called with it. Inside of a
-    converted model tensors are spread already.
+    parts, which then form a spread tensor, and torch's own layer is called with it. Inside a
+    converted model tensors are already spread.
     """
 
     P_x: Partition
     is_converted = False  # from torch's layer, in a model
     _group: transport.Group | None = None
     _takes_part: bool  # whether this worker is one of the group
-    _number: int  # of the call in which the group was asked for: tells equal layers apart
+    _number: int  # the number of the call that made the group: distinguishes equal layers
     _derived = HasHandle._derived | {"_agreements", "_group", "_number", "_takes_part", "_traces"}
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)  # that of torch's own layer
+        super().__init__(*args, **settings)  # torch's own layer
         self.place_on(P_x)
         self.agree_on_form()
         self.equalize_parameters()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Let the signature of a layer name all arguments: those of torch's layer, and its own."""
+        """Make the signature of a layer name all arguments: those of torch's layer, and its own."""
         super().__init_subclass__(**settings)
         # `help` and editors would see *args of `__init__` above
         theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
-        if theirs not in (None, torch.nn.Module):  # a model says all of its arguments itself
-            # functions are asked, and not classes, which have a `__signature__` of their bases
+        if theirs not in (None, torch.nn.Module):  # a model defines all of its arguments itself
+            # signatures of functions, not of classes, which inherit `__signature__` from their
+            # bases
             own, torchs = (
                 list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
                 for each in (cls, theirs)
             )
-            # its own first arguments, all of torch's, and those of its own that have to be named
+            # its own first arguments, all of torch's, and its own keyword-only ones
             lead = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
             named = [each for each in own if each.kind is each.KEYWORD_ONLY]
             taken = {each.name for each in (*lead, *named)}
             between = [each for each in torchs if each.name not in taken]
-            # Python wants what has to be named behind all others; a stable sort keeps the rest
+            # keyword-only arguments must be last; a stable sort keeps the rest
             between.sort(key=lambda each: each.kind is each.KEYWORD_ONLY)
             cls.__signature__ = inspect.Signature([*lead, *between, *named])  # type: ignore[attr-defined]
 
     def place_on(self, P_x: Partition) -> None:
-        """Make the layer work on tensors that lie on `P_x`."""
+        """Make the layer work on tensors that are spread over `P_x`."""
         # Groups are made by all workers of the job together: here, where all of them make the
         # layer, rather than in a call.
         self.P_x, self._group = P_x, None
@@ -144,16 +145,17 @@ class Layer(HasHandle):
         return new
 
     def agree_on_form(self, **more: Any) -> None:
-        """Raise on all workers if they make different layers, before parameters are sent.
+        """Raise on all workers if they create different layers, before parameters are sent.
 
         Args:
-            more: what else makes the layer, where its attributes do not say it.
+            more: settings of the layer that are not among its attributes.
         """
         assert isinstance(self, torch.nn.Module)
         group = self.prepare()
         if not self._takes_part or group.size == 1:
             return
-        # Torch's layer says what it is in plain attributes; losses say nothing in their `repr`.
+        # The settings of torch's layer are plain attributes; those of losses are not in their
+        # `repr`.
         plain = int | float | str | tuple | None
         given = more | {
             name: value
@@ -180,11 +182,11 @@ class Layer(HasHandle):
         group = self._group or self.prepare()
         if self.is_converted and len(group.workers) == 1 and alone.get():
             return self.torch_forward(input, *args, **settings)
-        # Spread tensors know how they lie. Only parts have to be agreed on, each of which a worker
-        # knows by itself.
+        # Spread tensors have a layout. Only for parts an agreement is needed, since each worker
+        # knows its own.
         model = running.get()
         if model is not None and not is_spread(input):
-            input = as_spread(input, model)  # inside of a model, what is plain is whole
+            input = as_spread(input, model)  # inside a model, plain tensors are whole
         if is_spread(input):
             return self.of_spread(input, *args, **settings)
         if not self._takes_part:
@@ -201,11 +203,11 @@ class Layer(HasHandle):
         return y
 
     def of_spread(self, x: Tensor, *args: Any, **settings: Any) -> Any:
-        """What the layer makes of a spread tensor."""
+        """The result of the layer for a spread tensor."""
         return self.torch_forward(x, *args, **settings)
 
     def fits_torch(self, layout: Layout, *others: Any) -> bool:
-        """Whether one worker alone may call torch's own layer, with what else it is called with."""
+        """Whether a single worker may call torch's own layer with these arguments."""
         return True
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
@@ -219,17 +221,17 @@ class Layer(HasHandle):
         return (parts(y), y[0].layout) if isinstance(y, tuple) else opened(y)
 
     def placeholder(self, x: Tensor) -> Any:
-        """What a worker gets that takes no part."""
+        """The result on a worker that takes no part."""
         return x.clone()
 
     def torch_forward(self, x: Tensor, *args: Any, **settings: Any) -> Any:
-        """What torch's own layer computes."""
+        """The result of torch's own layer."""
         return super().forward(x, *args, **settings)  # type: ignore[misc]
 
     def _agreement(self) -> Agreement[AgreedInput]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
-        # What this worker sees; what all must have in common is in the identity.
+        # The state of this worker; the state that must be equal on all is in the identity.
         state = [self.training, torch.is_grad_enabled()]
         # not self.parameters(recurse=False), which takes as long as the exchange does
         for each in self._parameters.values():
@@ -239,7 +241,7 @@ class Layer(HasHandle):
         if key not in agreements:
             needs, is_off = needs_of(each for each in self._parameters.values() if each is not None)
             mode = "training" if self.training else "evaluation"
-            # with its number: of two layers that look alike workers must call the same one
+            # with its number: of two equal layers, workers must call the same one
             label = f"{self!r} (number {self._number}) in {mode}"
             label += ", under torch.no_grad()" if is_off else ""
             identity = f"{label} {(self.training, is_off, *needs)}"
@@ -247,11 +249,11 @@ class Layer(HasHandle):
         return agreements[key]
 
     def prepare(self) -> transport.Group:
-        """Make the group, all workers together, here or in the first call of a copy; give it."""
+        """Make and return the group, all workers together, here or in the first call of a copy."""
         if self._group is None:
             workers = {rank for each in self.partitions() for rank in each.ranks}
             self._group = transport.group_of(workers)
-            # asked once, as every question for this worker's number goes to torch.distributed
+            # once, since each lookup of this worker's rank calls torch.distributed
             self._takes_part = transport.this_worker() in self._group.workers
             self._number = self._group.num_calls
         return self._group
@@ -267,10 +269,10 @@ class Layer(HasHandle):
 
 
 class ComputingLayer(Layer):
-    """A layer that computes with parts in a way of its own.
+    """A layer that computes with parts in its own way.
 
-    It gives `compute`. All that this decides about movements it decides by the layout, which is the
-    same on all workers.
+    It implements `compute`, which decides about moves by the layout alone, since that is the same
+    on all workers.
     """
 
     def of_spread(self, x: Tensor, *args: Any, **settings: Any) -> Any:
@@ -281,7 +283,7 @@ class ComputingLayer(Layer):
 
 
 def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:
-    """Which parameters get gradients now, and whether `torch.no_grad()` keeps some from it."""
+    """Which parameters currently get gradients, and whether `torch.no_grad()` prevents some."""
     could = [each.requires_grad for each in parameters]
     derives = torch.is_grad_enabled()
     return [each and derives for each in could], any(could) and not derives
@@ -289,5 +291,5 @@ def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:
 
 @kept_in_job
 def lies(partition: Partition, parts: tuple[tuple[int, Shape], ...]) -> Layout:
-    """How a tensor lies whose parts have these shapes, by worker."""
+    """The layout of a tensor whose parts have these shapes, by worker."""
     return Layout.from_local_shapes(partition, dict(parts))

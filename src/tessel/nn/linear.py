@@ -19,7 +19,7 @@ from tessel.transport import kept_in_job
 
 
 class DistributedLinear(Weighted, torch.nn.Linear):
-    """The linear map of the last dimension of a tensor over `P_x`: `torch.nn.Linear`.
+    """A linear map of the last dimension of a tensor over `P_x`: `torch.nn.Linear`.
 
     Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
 
@@ -29,14 +29,14 @@ class DistributedLinear(Weighted, torch.nn.Linear):
     Without `P_w` the parameters are whole on all workers of `P_x`.
 
     Args:
-        P_x: where the tensor lies; its last axis splits the features.
-        P_y: where the result shall lie; None for `P_x`.
-        P_w: where the blocks of the weight lie, or None.
+        P_x: the partition of the tensor; its last axis splits the features.
+        P_y: the partition of the result; None for `P_x`.
+        P_w: the partition of the blocks of the weight, or None.
         in_features: the length of the last dimension, of the whole input.
-        out_features: the same of the output.
-        bias: whether to add one.
-        device: of the parameters.
-        dtype: of the parameters.
+        out_features: the same for the output.
+        bias: whether to add a bias.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
@@ -55,7 +55,8 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # Parameters are placed once all partitions are known: torch's own is called by itself.
+        # Parameters are placed once all partitions are known: torch's `__init__` is called
+        # directly.
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self.place_with(P_x, P_y, P_w)
 
@@ -74,7 +75,7 @@ class DistributedLinear(Weighted, torch.nn.Linear):
 def _in_rows(source: Layout, shape: Shape) -> Contraction:
     """Every worker reads all features of its rows, and computes the outputs of its place."""
     target = source.resized(shape)
-    features = Groups(1, source.shape[-1], shape[-1])  # who has no outputs reads no features
+    features = Groups(1, source.shape[-1], shape[-1])  # a worker without outputs reads no features
     reads = Windowed(source, target, (*[None] * (len(shape) - 1), features)).read
     # A worker needs the rows of the weight for its outputs, and all of their columns.
     every = Cut.whole(source.shape[-1])

@@ -1,7 +1,7 @@
-"""Losses: one number for a whole tensor, which all workers of its partition share.
+"""Losses: one number for a whole tensor, shared by all workers of its partition.
 
-The workers agree on their parts of the input and of what goes with it, and look at the values that
-torch would refuse. What they have are spread tensors then, and the loss is torch's own of them.
+The workers agree on their parts of the input and of the other tensors, and check for values for
+which torch raises. Then their parts form spread tensors, and the loss is torch's own.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from tessel.tensor.rules.reductions import without
 
 
 class DistributedLossBase(Layer):
-    """A loss over a partitioned tensor: torch's own of spread tensors, one shared value.
+    """A loss over a partitioned tensor: torch's own loss of spread tensors, one shared value.
 
-    A subclass derives from this and from torch's own loss, whose arguments and defaults it has.
-    All workers hold the same weights. The target lies as the input does.
+    A subclass derives from this and from torch's own loss, whose arguments and defaults it has. All
+    workers hold the same weights. The target has the layout of the input.
     """
 
     reduction: str
-    setting_names: tuple[str, ...] = ("reduction",)  # what torch's own `forward` reads, plain
+    setting_names: tuple[str, ...] = ("reduction",)  # attributes that torch's `forward` reads
     weight_names: tuple[str, ...] = ()  # and tensors
-    # the keys of the calls say where weights lie in the memory of this process
+    # the keys of the calls contain addresses of weights in this process
     _derived = Layer._derived | {"_calls"}
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # by these names, as torch's
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # torch's names
         return super().forward(input, target)
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
@@ -57,12 +57,12 @@ class DistributedLossBase(Layer):
             return super().compute(x, layout, *others, **settings)
 
     def fits_torch(self, layout: Layout, *others: Any) -> bool:
-        """Whether what goes with an input that one worker has is of its shape."""
-        # Torch would broadcast another shape; by the way of many workers it raises as there.
+        """Whether the other tensors have the shape of an input that one worker has."""
+        # Torch would broadcast another shape; on several workers it raises, and so it does here.
         return all(_shape(each) == layout.shape for each in others)
 
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
-        """What goes with the input, as spread tensors, after all workers agreed on it."""
+        """The other arguments as spread tensors, after all workers agreed on them."""
         (target,) = args
         return (self.agree_on_target(x, target, layout),)
 
@@ -73,7 +73,7 @@ class DistributedLossBase(Layer):
         return self.agree_on("target", target, said, lambda each: each.fitting(layout), note)
 
     def said_of(self, x: Tensor) -> Callable[[Any], Said]:
-        """What torch would not take in the values of this worker's parts."""
+        """A function that finds invalid values in this worker's part of the target."""
         return lambda target: FINE
 
     @property
@@ -89,16 +89,16 @@ class DistributedLossBase(Layer):
         conclude: Callable[[AgreedTarget], Layout],
         note: str = "",
     ) -> SpreadTensor:
-        """Another tensor than the input, spread as all workers conclude from what they hold of it.
+        """A tensor besides the input as a spread tensor, with a layout that all workers conclude.
 
         Args:
-            name: of the tensor.
+            name: the name of the tensor.
             value: this worker's part of it.
-            said: what this worker says of its values.
-            conclude: the layout of it; raises, on all workers, for what does not fit.
-            note: what else tells this call from others.
+            said: this worker's statement on its values.
+            conclude: a function that returns its layout, or raises on all workers.
+            note: further text that distinguishes this call.
         """
-        in_graph = is_traced()  # else nobody asks for what takes long: its words and its settings
+        in_graph = is_traced()  # otherwise label and settings, which take long, are not needed
         agreed, value = enter_by_values(
             partial(self._learn, name, note=note),
             (value,),
@@ -113,7 +113,7 @@ class DistributedLossBase(Layer):
         return agreed.spread(value, conclude(agreed))
 
     def _learn(self, name: str, value: Any, said: Said = FINE, note: str = "") -> AgreedTarget:
-        """Learn from all workers what they hold of another tensor than the input."""
+        """Learn from all workers their parts of a tensor besides the input."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
         weights = () if is_traced() else self.weights  # which have no values in a trace
         key = (note, self._settings, *map(_version, weights))
@@ -135,7 +135,7 @@ class DistributedLossBase(Layer):
 
     @property
     def _settings(self) -> tuple[Any, ...]:
-        """All that the workers must have in common, but for the values of weights."""
+        """Everything that must be equal on all workers, except the values of weights."""
         plain = tuple((name, getattr(self, name)) for name in self.setting_names)
         return plain, tuple(
             None if each is None else (each.dtype, each.device.type, each.requires_grad, each.shape)
@@ -152,8 +152,8 @@ def _shape(value: Any) -> Shape | None:
 
 
 def _version(weight: Tensor | None) -> Any:
-    """What changes on this worker when a weight does."""
-    if weight is None or weight.is_inference():  # which torch does not count changes of
+    """A key that changes on this worker when a weight does."""
+    if weight is None or weight.is_inference():  # torch does not count changes of these
         return None
     return weight.data_ptr(), weight._version  # another tensor, or another value of it
 
@@ -164,8 +164,8 @@ class DistributedL1Loss(DistributedLossBase, torch.nn.L1Loss):
     Forward:  L = mean or sum of |x − y|, on every worker; with "none", this worker's part of it.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
-        size_average, reduce: torch's old names of reductions.
+        P_x: the partition of input and target; axis d splits dimension d.
+        size_average, reduce: torch's deprecated arguments for reductions.
         reduction: "mean", "sum" or "none".
 
     >>> import tessel, torch
@@ -181,8 +181,8 @@ class DistributedMSELoss(DistributedLossBase, torch.nn.MSELoss):
     Forward:  L = mean or sum of (x − y)², on every worker; with "none", this worker's part of it.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
-        size_average, reduce: torch's old names of reductions.
+        P_x: the partition of input and target; axis d splits dimension d.
+        size_average, reduce: torch's deprecated arguments for reductions.
         reduction: "mean", "sum" or "none".
 
     >>> import tessel, torch
@@ -198,10 +198,10 @@ class DistributedSmoothL1Loss(DistributedLossBase, torch.nn.SmoothL1Loss):
     Forward:  L = mean or sum of d²/2β where d = |x − y| < β, else d − β/2, on every worker.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
-        size_average, reduce: torch's old names of reductions.
+        P_x: the partition of input and target; axis d splits dimension d.
+        size_average, reduce: torch's deprecated arguments for reductions.
         reduction: "mean", "sum" or "none", which gives this worker's part.
-        beta: below which distance the loss is square.
+        beta: the distance below which the loss is quadratic.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
@@ -218,9 +218,9 @@ class DistributedHuberLoss(DistributedLossBase, torch.nn.HuberLoss):
     Forward:  L = mean or sum of d²/2 where d = |x − y| < δ, else δ(d − δ/2), on every worker.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
+        P_x: the partition of input and target; axis d splits dimension d.
         reduction: "mean", "sum" or "none", which gives this worker's part.
-        delta: below which distance the loss is square.
+        delta: the distance below which the loss is quadratic.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
@@ -237,10 +237,10 @@ class DistributedBCELoss(DistributedLossBase, torch.nn.BCELoss):
     Forward:  L = mean or sum of −w(y·log x + (1 − y)·log(1 − x)), on every worker.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
-        weight: of each element; the same whole tensor on every worker, broadcast to the whole
-            input.
-        size_average, reduce: torch's old names of reductions.
+        P_x: the partition of input and target; axis d splits dimension d.
+        weight: the weight of each element; the same whole tensor on every worker, broadcast to the
+            whole input.
+        size_average, reduce: torch's deprecated arguments for reductions.
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
     >>> import tessel, torch
@@ -252,7 +252,7 @@ class DistributedBCELoss(DistributedLossBase, torch.nn.BCELoss):
     weight_names = ("weight",)
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
-        if is_traced():  # the values of x are there in a run alone
+        if is_traced():  # the values of x exist only in a run
             x = self.agree_on("input", x, said_of_units, lambda each: each.fitting(layout)).local
         return super().compute(x, layout, *args, **settings)
 
@@ -268,12 +268,12 @@ class DistributedBCEWithLogitsLoss(DistributedLossBase, torch.nn.BCEWithLogitsLo
     Forward:  L = mean or sum of −w(p·y·log σ(x) + (1 − y)·log(1 − σ(x))), on every worker.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
-        weight: of each element; the same whole tensor on every worker, broadcast to the whole
-            input.
-        size_average, reduce: torch's old names of reductions.
+        P_x: the partition of input and target; axis d splits dimension d.
+        weight: the weight of each element; the same whole tensor on every worker, broadcast to the
+            whole input.
+        size_average, reduce: torch's deprecated arguments for reductions.
         reduction: "mean", "sum" or "none", which gives this worker's part.
-        pos_weight: of positive targets, broadcast likewise.
+        pos_weight: the weight of positive targets, broadcast likewise.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
@@ -291,8 +291,8 @@ class DistributedKLDivLoss(DistributedLossBase, torch.nn.KLDivLoss):
     worker.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
-        size_average, reduce: torch's old names of reductions.
+        P_x: the partition of input and target; axis d splits dimension d.
+        size_average, reduce: torch's deprecated arguments for reductions.
         reduction: "mean", "batchmean", "sum" or "none", which gives this worker's part.
         log_target: whether the target is given as logarithms.
 
@@ -312,10 +312,10 @@ class DistributedPoissonNLLLoss(DistributedLossBase, torch.nn.PoissonNLLLoss):
     Forward:  L = mean or sum of exp(x) − y·x, or of x − y·log(x + ε), on every worker.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
+        P_x: the partition of input and target; axis d splits dimension d.
         log_input: whether the input is the logarithm of the rate.
         full: whether to add Stirling's approximation of the constant.
-        size_average, reduce: torch's old names of reductions.
+        size_average, reduce: torch's deprecated arguments for reductions.
         eps: added to a rate before its logarithm.
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
@@ -336,15 +336,15 @@ class DistributedGaussianNLLLoss(DistributedLossBase, torch.nn.GaussianNLLLoss):
 
     Forward:  L = mean or sum of (log v + (x − y)²/v)/2, on every worker, where v is at least ε.
 
-    The variance is a number, or lies as the input does, or has length one along one dimension or
-    lacks the last; workers along the axes that split this dimension hold the same values then.
-    Where no worker has more than one element along a dimension, a variance of length one along it
-    is taken to lie as the input does.
+    The variance is a number, or has the layout of the input, or has length one along one dimension
+    or lacks the last; then workers along the axes that split this dimension hold the same values.
+    If no worker has more than one element along a dimension, a variance of length one along it is
+    assumed to have the layout of the input.
 
     Args:
-        P_x: where input and target lie; axis d splits dimension d.
+        P_x: the partition of input and target; axis d splits dimension d.
         full: whether to add the constant log(2π)/2.
-        eps: the least variance.
+        eps: the smallest variance.
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
     >>> import tessel, torch
@@ -357,7 +357,7 @@ class DistributedGaussianNLLLoss(DistributedLossBase, torch.nn.GaussianNLLLoss):
     setting_names = ("reduction", "full", "eps")
 
     def can_be_traced(self, *args: Any, **settings: Any) -> bool:
-        """Never: it reads the variance, as torch's own does, which no full graph takes either."""
+        """False: like torch's own loss it reads the variance, which full graphs do not support."""
         return False
 
     def forward(  # type: ignore[override]
@@ -369,7 +369,7 @@ class DistributedGaussianNLLLoss(DistributedLossBase, torch.nn.GaussianNLLLoss):
         target, var = args
         if not isinstance(var, Tensor):
             return self.agree_on_target(x, target, layout, f" with var={var!r}"), var
-        # the target first: its note tells those apart that pass a number and those that do not
+        # the target first: its note distinguishes workers that pass a number
         goal = self.agree_on_target(x, target, layout, " and var")
         agreed = self._learn("var", var, said_of_variance(var, layout), "")
         dim = narrow_dim(agreed.shapes, layout)
@@ -397,7 +397,7 @@ class _OverClasses(DistributedLossBase):
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
         (target,) = args
         dim = class_dim(len(layout.shape))
-        # where classes are split, all workers that have some must have been given the same targets
+        # if classes are split, the workers that have them must pass the same targets
         is_copy = layout.is_split(dim)
 
         def said(target: Any) -> Said:
@@ -420,15 +420,15 @@ class DistributedCrossEntropyLoss(_OverClasses, torch.nn.CrossEntropyLoss):
 
     Forward:  L = Σ w[y]·(−log softmax(x)[y]) / Σ w[y] on every worker; not divided for "sum".
 
-    The target lies as the input does. Classes, rather than probabilities, have no dimension 1:
+    The target has the layout of the input. Classes, unlike probabilities, have no dimension 1:
     workers among which dimension 1 of the input is split hold the same classes, and the result of
     "none" is the same on them.
 
     Args:
-        P_x: where the input lies; axis d splits dimension d.
-        weight: of each class, the same on every worker.
-        size_average, reduce: torch's old names of reductions.
-        ignore_index: a target that does not count.
+        P_x: the partition of the input; axis d splits dimension d.
+        weight: the weight of each class, the same on every worker.
+        size_average, reduce: torch's deprecated arguments for reductions.
+        ignore_index: a target that is ignored.
         reduction: "mean", "sum" or "none", which gives this worker's part.
         label_smoothing: the share of the uniform distribution in the target.
 
@@ -447,14 +447,15 @@ class DistributedNLLLoss(_OverClasses, torch.nn.NLLLoss):
 
     Forward:  L = Σ w[y]·(−x[y]) / Σ w[y] on every worker; not divided for "sum".
 
-    The target has no dimension 1 and lies as the others do: workers among which dimension 1 of the
-    input is split hold the same classes, and the result of "none" is the same on them.
+    The target has no dimension 1 and is split along the others like the input: workers among which
+    dimension 1 of the input is split hold the same classes, and the result of "none" is the same on
+    them.
 
     Args:
-        P_x: where the input lies; axis d splits dimension d.
-        weight: of each class, the same on every worker.
-        size_average, reduce: torch's old names of reductions.
-        ignore_index: a target that does not count.
+        P_x: the partition of the input; axis d splits dimension d.
+        weight: the weight of each class, the same on every worker.
+        size_average, reduce: torch's deprecated arguments for reductions.
+        ignore_index: a target that is ignored.
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
     >>> import tessel, torch

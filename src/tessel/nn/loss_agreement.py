@@ -1,4 +1,4 @@
-"""What workers agree on before a loss: tensors besides the input, and values that torch refuses."""
+"""The agreement before a loss: tensors besides the input, and values for which torch raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tessel.core.checksum import checksum, is_dense, is_within, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.tensor import Tensor as SpreadTensor
 
-CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
+CLASSES = (torch.int64, torch.uint8)  # dtypes of classes that torch supports
 Said = tuple[int, int]  # a fault of this worker's values, and a checksum where they are a copy
 FINE: Said = (0, 0)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -29,14 +29,14 @@ _FAULTS: tuple[tuple[type[Exception], str], ...] = (  # by number, of which 0 is
 
 @dataclass(frozen=True)
 class AgreedTarget:
-    """What all workers know of a tensor that goes with the input of a loss.
+    """The agreed description of a tensor that a loss takes besides the input.
 
     Attributes:
-        loss: in whose name to raise.
-        name: of the tensor.
-        shapes: of the parts, by worker.
-        meta: of what kind they are.
-        numbers: what each worker said of its values.
+        loss: the name of the loss, for errors.
+        name: the name of the tensor.
+        shapes: the shapes of the parts, by worker.
+        meta: dtype, device and derivatives of the parts.
+        numbers: the statement of each worker on its values.
     """
 
     loss: Any
@@ -46,7 +46,7 @@ class AgreedTarget:
     numbers: NumbersByWorker
 
     def check_parts(self, layout: Layout, expected: Layout) -> None:
-        """Raise ValueError if the parts do not lie as those of the input, in `layout`."""
+        """Raise ValueError if the parts do not fit `expected`; `layout` is that of the input."""
         misfit = _misfit(tuple(self.shapes.items()), expected)
         if misfit is not None:
             worker, shape = misfit
@@ -58,14 +58,14 @@ class AgreedTarget:
             )
 
     def check_values(self) -> None:
-        """Raise what torch raises for bad values, if any worker has some."""
+        """Raise torch's error for invalid values, if any worker has some."""
         for worker, (fault, _) in self.numbers.items():
             if fault:
                 kind, text = _FAULTS[fault - 1]
                 raise kind(f"{self.loss!r}: {text}, on worker {worker}")
 
     def fitting(self, layout: Layout, expected: Layout | None = None) -> Layout:
-        """Where parts lie that torch takes: as those of the input, if `expected` says nothing."""
+        """The layout of valid parts: that of the input, unless `expected` is passed."""
         self.check_parts(layout, expected or layout)
         self.check_values()
         return expected or layout
@@ -91,14 +91,14 @@ class AgreedTarget:
 
 @lru_cache(maxsize=1024)
 def _misfit(parts: tuple[tuple[int, Shape], ...], layout: Layout) -> tuple[int, Shape] | None:
-    """The first worker whose part is not that of the layout, and its shape."""
+    """The first worker whose part does not fit the layout, and its shape."""
     return next((each for each in parts if each[1] != layout.shape_on(each[0])), None)
 
 
 def said_of_units(*given: Any, first: int = 1) -> Said:
-    """What a worker says of an input and a target, or the `first` of both, in [0, 1]."""
+    """A worker's statement on tensors that must be in [0, 1], numbered from `first`."""
     for number, x in enumerate(given, first):
-        # on an accelerator torch's kernel itself stops if not
+        # on an accelerator torch's kernel itself checks
         if is_dense(x) and x.dtype in _FLOATS and x.device.type == "cpu" and x.numel():
             low, high = x.detach().aminmax()
             if not (low >= 0) & (high <= 1):
@@ -112,27 +112,27 @@ def class_dim(ndim: int) -> int:
 
 
 def samples_of(shape: Shape) -> Shape:
-    """The shape of a target that gives the classes of an input of this shape."""
+    """The shape of a target of classes for an input of this shape."""
     dim = class_dim(len(shape))
     return shape[:dim] + shape[dim + 1 :]
 
 
 def said_of_classes(target: Any, num_classes: int, ignore_index: int, is_copy: bool) -> Said:
-    """What a worker says of the classes that it was given; nothing if it has probabilities."""
+    """A worker's statement on its classes; nothing if it has probabilities."""
     if not is_copy and isinstance(target, Tensor) and target.device.type != "cpu":
-        return FINE  # on an accelerator torch's kernel itself stops at those that are none
+        return FINE  # on an accelerator torch's kernel itself checks classes
     low, high, total = range_of(target, CLASSES, ignore_index, is_copy)
     return 0 if is_within(low, high, num_classes) else 3, total
 
 
 def said_of_variance(var: Tensor, layout: Layout) -> Said:
-    """What a worker says of its variance."""
+    """A worker's statement on its variance."""
     if not (is_dense(var) and var.dtype in _FLOATS):
         return FINE
     fault = 4 if bool((var.detach() < 0).any()) else 0
     lengths = zip(var.shape, layout.cuts, strict=False)
     splits = (length == 1 and len(cut.intervals) > 1 for length, cut in lengths)
-    # Parts that lie as the input does are of other elements on each worker, copies of the same.
+    # Parts with the layout of the input have different elements on each worker, copies the same.
     is_copy = var.ndim != len(layout.shape) or any(splits)
     return fault, checksum(var) if is_copy else 0
 
@@ -143,7 +143,7 @@ def narrow_dim(shapes: dict[int, Shape], layout: Layout) -> int | None:
     inputs = [layout.shape_on(worker) for worker in shapes]
     if given == [shape[:-1] for shape in inputs]:
         return len(layout.shape) - 1
-    if given == inputs:  # also if each has one element along a dimension: nothing tells them apart
+    if given == inputs:  # also with one element each along a dimension: not distinguishable
         return None
     for dim in range(len(layout.shape)):
         if given == [(*shape[:dim], 1, *shape[dim + 1 :]) for shape in inputs]:

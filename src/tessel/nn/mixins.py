@@ -6,10 +6,10 @@ from tessel.core.windows import Window
 
 
 class PoolingMixin:
-    """Which inputs an output of a pool reads.
+    """The inputs that an output of a pool reads.
 
     A pool's window is not centred: its origin is its first entry. Indices are global; those below
-    zero and beyond the end lie in the padding.
+    zero and beyond the end are in the padding.
 
     >>> from tessel.nn.mixins import PoolingMixin
     >>> PoolingMixin().window_range(4, kernel_size=3, stride=2, padding=1, dilation=1)
@@ -31,6 +31,6 @@ class PoolingMixin:
     def window_range(
         self, output: int, kernel_size: int, stride: int, padding: int = 0, dilation: int = 1
     ) -> tuple[int, int]:
-        """The left- and the rightmost input index that an output index reads."""
+        """The leftmost and rightmost input index that an output index reads."""
         window = Window(kernel_size, stride, dilation, padding)
         return window.first(output), window.last(output)

@@ -1,8 +1,8 @@
-"""Nesting: tensors inside of the arguments and results of a model, in all that torch code passes.
+"""Nesting: tensors inside the arguments and results of a model, in any container.
 
-Besides lists, tuples, dictionaries and what is registered with torch's `pytree`, these are
-dataclasses, subclasses of lists, tuples and dictionaries, and `collections.UserDict`, as
-tokenizers give. A `PackedSequence` is a named tuple of tensors, of which none is in the order of
+Besides lists, tuples, dictionaries and containers that are registered with torch's `pytree`, these
+are dataclasses, subclasses of lists, tuples and dictionaries, and `collections.UserDict`, which
+tokenizers return. A `PackedSequence` is a named tuple of tensors, of which none is in the order of
 the samples.
 """
 
@@ -27,12 +27,12 @@ def nested(
     value: Any,
     repack: Callable[[PackedSequence], PackedSequence] | None = None,
 ) -> Any:
-    """The same nesting with other members; dataclasses are copied, and not made anew.
+    """The same nesting with other members; dataclasses are copied, not constructed again.
 
     Args:
-        change: what a member becomes.
+        change: the function of a member that returns the new one.
         value: the nesting.
-        repack: what a packed sequence becomes, if not the one of its changed members.
+        repack: the function of a packed sequence, by default that of its members.
 
     >>> nested(lambda x: x + 1, {"a": [1, 2]})
     {'a': [2, 3]}
@@ -66,7 +66,7 @@ def nested(
             new.__dict__.update(leaf.__dict__)
         base = next((each for each in _DICTIONARIES if isinstance(leaf, each)), None)
         if base is not None:
-            for key, member in leaf.items():  # round what its class makes of an assignment
+            for key, member in leaf.items():  # bypassing the assignment of its class
                 base.__setitem__(new, key, inside(member))
         if isinstance(leaf, list):
             new[:] = [inside(member) for member in leaf]
@@ -77,31 +77,31 @@ def nested(
                 member = inside(getattr(leaf, field.name))
             else:
                 continue
-            object.__setattr__(new, field.name, member)  # of a frozen one, too, as it is a copy
+            object.__setattr__(new, field.name, member)  # also in a frozen one, as it is a copy
         return new
 
     return tree_map(changed, value, is_leaf=_is_ours)
 
 
 def members_of(*values: Any) -> list[Any]:
-    """All members, in the order in which `nested` comes to them."""
+    """All members, in the order in which `nested` visits them."""
     found: list[Any] = []
 
     def note(value: Any) -> Any:
         found.append(value)
-        return value  # as it was: some containers cannot be made of anything else
+        return value  # unchanged: some containers cannot hold anything else
 
     nested(note, values)
     return found
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """All tensors, in the order in which `nested` comes to them."""
+    """All tensors, in the order in which `nested` visits them."""
     return [each for each in members_of(*values) if isinstance(each, Tensor)]
 
 
 def packed_in(*values: Any) -> list[PackedSequence]:
-    """All packed sequences, in the order in which `nested` comes to them."""
+    """All packed sequences, in the order in which `nested` visits them."""
     found: list[PackedSequence] = []
 
     def note(packed: PackedSequence) -> PackedSequence:

@@ -13,7 +13,7 @@ from tessel.nn.layer import Layer
 
 
 def _check_any_dims(layer: Any, input: Tensor) -> None:
-    """Batch and channels come first; of the rest there may be any number, which torch's fix."""
+    """Raise unless there are batch and channels; unlike in torch, any dimensions may follow."""
     if input.dim() < 2:
         raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
@@ -25,13 +25,14 @@ class DistributedBatchNorm(Layer, _BatchNorm):
     the whole tensor.
 
     Parameters and running statistics are whole and equal on all workers, as in one process. In
-    evaluation nothing moves but the gradients of the parameters. `torch.nn.SyncBatchNorm` is
-    converted to this.
+    evaluation mode only gradients of the parameters are sent. `torch.nn.SyncBatchNorm` is converted
+    to this.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
         num_features: the number of channels of the whole tensor.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as `torch.nn.BatchNorm1d`.
+        eps, momentum, affine, track_running_stats, device, dtype, bias: as in
+            `torch.nn.BatchNorm1d`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -86,7 +87,7 @@ class DistributedInstanceNorm(Layer, _InstanceNorm):
     one instance of the whole tensor.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
         num_features: the number of channels of the whole tensor.
         eps, momentum, affine, track_running_stats, device, dtype, bias: as
             `torch.nn.InstanceNorm1d`.
@@ -100,7 +101,8 @@ class DistributedInstanceNorm(Layer, _InstanceNorm):
     _check_input_dim = _check_any_dims
 
     def torch_forward(self, x: Tensor, *args: Any, **settings: Any) -> Any:
-        # as torch's, but for an input without a batch, which no number of dimensions tells here
+        # as torch's, except for inputs without a batch, which the number of dimensions does not
+        # show here
         self._check_input_dim(x)
         if x.size(1) != self.num_features and self.affine:
             raise ValueError(
@@ -152,13 +154,13 @@ class DistributedGroupNorm(Layer, torch.nn.GroupNorm):
     Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a group of
     channels of one instance of the whole tensor.
 
-    The channels may be split anywhere, also inside of a group.
+    The channels may be split anywhere, even inside a group.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
         num_groups: the number of groups of the whole tensor.
         num_channels: the number of channels of the whole tensor.
-        eps, affine, device, dtype, bias: as `torch.nn.GroupNorm`.
+        eps, affine, device, dtype, bias: as in `torch.nn.GroupNorm`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -174,9 +176,9 @@ class DistributedLayerNorm(Layer, torch.nn.LayerNorm):
     dimensions of the whole tensor.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d, also one that is normalised.
+        P_x: the partition of the tensor; axis d splits dimension d, even one that is normalised.
         normalized_shape: the lengths of the last dimensions of the whole tensor.
-        eps, elementwise_affine, bias, device, dtype: as `torch.nn.LayerNorm`.
+        eps, elementwise_affine, bias, device, dtype: as in `torch.nn.LayerNorm`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
@@ -192,9 +194,9 @@ class DistributedRMSNorm(Layer, torch.nn.RMSNorm):  # type: ignore[misc]  # name
     tensor.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d, also one that is normalised.
+        P_x: the partition of the tensor; axis d splits dimension d, even one that is normalised.
         normalized_shape: the lengths of the last dimensions of the whole tensor.
-        eps, elementwise_affine, device, dtype: as `torch.nn.RMSNorm`.
+        eps, elementwise_affine, device, dtype: as in `torch.nn.RMSNorm`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])

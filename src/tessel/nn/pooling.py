@@ -15,11 +15,11 @@ class DistributedPoolingBase(PoolingMixin, Layer):
     """A pool over a partitioned tensor: each worker fetches what its windows read, then pools.
 
     A subclass derives from this and from torch's own pool, whose arguments and defaults it has, and
-    says how many dimensions its window has. The output lies on a partition of the same shape, in
-    balanced parts.
+    defines the number of dimensions of its window. The output is on the same partition, in balanced
+    parts.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
 
     >>> import tessel
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -31,7 +31,7 @@ class DistributedPoolingBase(PoolingMixin, Layer):
 
 
 class MayGiveIndices(Layer):
-    """A pool that gives the places of the largest values, too, if it is asked to."""
+    """A pool that can also return the indices of the largest values."""
 
     return_indices: bool
 
@@ -46,11 +46,11 @@ class DistributedAvgPool1d(DistributedPoolingBase, torch.nn.AvgPool1d):
     n is the size of the window, or without padding the number of its values that exist.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
         kernel_size: the size of the window.
-        stride: how far apart windows are; by default the size of the window.
-        padding: how far the first window begins before the tensor.
-        ceil_mode: whether a last window may stick out.
+        stride: the distance between windows; by default the size of the window.
+        padding: the width of the padding on both sides.
+        ceil_mode: whether the last window may extend beyond the tensor.
         count_include_pad: whether padding counts as values of zero.
 
     >>> import tessel, torch
@@ -65,10 +65,10 @@ class DistributedAvgPool1d(DistributedPoolingBase, torch.nn.AvgPool1d):
 class DistributedAvgPool2d(DistributedPoolingBase, torch.nn.AvgPool2d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool2d`.
 
-    As `DistributedAvgPool1d`, along two dimensions of space.
+    Like `DistributedAvgPool1d`, along two dimensions of space.
 
     Args:
-        divisor_override: what to divide by, if not by the number of values; the others are those
+        divisor_override: the divisor, if not the number of values; the others are those
             of `DistributedAvgPool1d`.
 
     >>> import tessel, torch
@@ -83,10 +83,10 @@ class DistributedAvgPool2d(DistributedPoolingBase, torch.nn.AvgPool2d):
 class DistributedAvgPool3d(DistributedPoolingBase, torch.nn.AvgPool3d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool3d`.
 
-    As `DistributedAvgPool1d`, along three dimensions of space.
+    Like `DistributedAvgPool1d`, along three dimensions of space.
 
     Args:
-        divisor_override: what to divide by, if not by the number of values; the others are those
+        divisor_override: the divisor, if not the number of values; the others are those
             of `DistributedAvgPool1d`.
 
     >>> import tessel, torch
@@ -104,13 +104,14 @@ class DistributedMaxPool1d(MayGiveIndices, DistributedPoolingBase, torch.nn.MaxP
     Forward:  y[i] = max_t x[s·i − p + d·t] along the last dimension.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
+        P_x: the partition of the tensor; axis d splits dimension d.
         kernel_size: the size of the window.
-        stride: how far apart windows are; by default the size of the window.
-        padding: how far the first window begins before the tensor.
-        dilation: the distance of the values of a window.
-        return_indices: whether to give the places of the largest values too, in the whole tensor.
-        ceil_mode: whether a last window may stick out.
+        stride: the distance between windows; by default the size of the window.
+        padding: the width of the padding on both sides.
+        dilation: the distance between the values of a window.
+        return_indices: whether to also return the indices of the largest values in the whole
+            tensor.
+        ceil_mode: whether the last window may extend beyond the tensor.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])

@@ -1,9 +1,9 @@
 """A region: a chain of layers whose halo is fetched at once.
 
-Layer by layer, each windowed layer of a chain asks its neighbours for what its windows read. Going
-backwards from the outputs of the last layer, through the windows of all of them, one finds what the
-chain reads of its input. Workers fetch that in one exchange and then compute, layer by layer,
-boxes that shrink: near borders between workers some values are computed twice, and not sent.
+Without a region, each windowed layer of a chain fetches its own halo. Going backwards from the
+outputs of the last layer, through the windows of all layers, gives the box that the chain reads of
+its input. Workers fetch it in one exchange and then compute, layer by layer, boxes that shrink:
+near borders between workers some values are computed twice instead of being sent.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class HaloRegion(HasHandle, nn.Sequential):
     """A chain of layers over a partitioned tensor that fetches the halo of all of them at once.
 
-    Forward:  y = f_k(… f_1(x)), of which each worker computes its part of y from what the chain
-    reads of x: one exchange, and none between the layers. The gradient of x takes one exchange
+    Forward:  y = f_k(… f_1(x)), where each worker computes its part of y from the box of x that the
+    chain reads: one exchange, and none between the layers. The gradient of x takes one exchange
     back.
 
     Outputs, gradients and `state_dict` are those of `torch.nn.Sequential` of the same layers. It
-    pays where messages are small and layers cheap beside them; near the borders of its part each
-    worker computes what its neighbours compute, too.
+    pays off if messages are small and layers are cheap in comparison; near the borders of its part
+    each worker repeats computations of its neighbours.
 
     A region of torch's own layers is a `Sequential`; `distribute_module` makes it a region.
 
     Args:
-        layers: convolutions, also transposed ones, pools, interpolations and norms in evaluation
-            that `tessel.nn` has, all on one partition; paddings and activations of torch. Or one
-            `Sequential` of those.
+        layers: convolutions, including transposed ones, pools, interpolations and norms in
+            evaluation mode of `tessel.nn`, all on one partition; paddings and activations of torch.
+            Or one `Sequential` of those.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
@@ -100,11 +100,11 @@ class HaloRegion(HasHandle, nn.Sequential):
             layers = (OrderedDict(layers[0].named_children()),)  # type: ignore[union-attr]
         super().__init__(*layers)  # type: ignore[arg-type]
         if self.P_x is not None:
-            self._steps()  # what cannot be in a region raises now
+            self._steps()  # layers that cannot be in a region raise now
 
     @property
     def P_x(self) -> Partition | None:
-        """Where the tensor lies; None for a region of torch's own layers."""
+        """The partition of the tensor; None for a region of torch's own layers."""
         return next((each.P_x for each in _chain(self) if isinstance(each, Layer)), None)
 
     @in_graphs()
@@ -132,7 +132,7 @@ class HaloRegion(HasHandle, nn.Sequential):
         """This worker's part of the result, and its layout."""
         # Steps are made for each call: layers may have got hooks, or another mode, since the last.
         steps = self._steps()
-        # All layers are asked before anything is sent: what torch refuses raises on all workers.
+        # All layers are traced before anything is sent: invalid inputs raise on all workers.
         shape, shapes, fields = layout.shape, [], []
         for step in steps:
             shape, field = step.trace(shape, x, layout)
@@ -172,7 +172,7 @@ class HaloRegion(HasHandle, nn.Sequential):
 
 
 def _chain(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a region, those of chains inside of it, too, in their order."""
+    """The layers of a region, including those of nested chains, in order."""
     for child in module.children():
         if type(child) in (nn.Sequential, HaloRegion):
             yield from _chain(child)
@@ -184,29 +184,30 @@ def _chain(module: nn.Module) -> Iterator[nn.Module]:
 def planned(
     source: Layout, shapes: tuple[Shape, ...], fields: tuple[ReceptiveFields, ...]
 ) -> tuple[tuple[PeriodicHalo, ...], tuple[Windowed, ...]]:
-    """From a tensor in the layout `source` to balanced parts of the last of these shapes.
+    """Plan a chain from a tensor in the layout `source` to balanced parts of the last shape.
 
-    First, dimensions that wrap around in all layers are continued. Then every worker fetches what
-    the first layer reads; each layer goes from what the one before has to what the next one reads.
+    First, dimensions that wrap around in all layers are extended. Then every worker fetches what
+    the first layer reads; each layer computes what the next one reads from the output of the one
+    before.
 
     Args:
-        source: where the input lies.
-        shapes: of what each layer gives, as a whole.
-        fields: of each layer, one for each dimension.
+        source: the layout of the input.
+        shapes: the whole shape of the output of each layer.
+        fields: the receptive fields of each layer, one for each dimension.
     """
     target = source.resized(shapes[-1])
     inputs = [source.shape, *shapes[:-1]]
     wraps = []
     for dim in range(len(source.shape)):
-        if source.is_split(dim):  # what is whole wraps around in every layer by itself
+        if source.is_split(dim):  # whole dimensions wrap around in every layer by themselves
             extensions = _continued([each[dim] for each in (*inputs, shapes[-1])], fields, dim)
             if extensions is not None:
                 inputs, fields, (before, after) = _extended(inputs, fields, dim, extensions)
                 wraps.append(periodic_halo(source, dim, before, after))
                 source = wraps[-1].codomain
     windowed: list[Windowed] = []
-    # From the last layer to the first: each computes what the one behind it reads, also what its
-    # neighbours compute, so that boxes grow towards the input.
+    # From the last layer to the first: each computes what the next one reads, including values of
+    # its neighbours, so that boxes grow towards the input.
     for shape, field in zip(reversed(inputs), reversed(fields), strict=True):
         is_first = len(windowed) + 1 == len(fields)
         held = source if is_first else Windowed(source.resized(shape), target, field).read
@@ -215,20 +216,20 @@ def planned(
     return tuple(wraps), tuple(windowed)
 
 
-Extensions = list[tuple[int, int]]  # for each layer that wraps around, what its input goes on by
+Extensions = list[tuple[int, int]]  # of the inputs of layers that wrap around
 
 
 def _continued(
     lengths: Sequence[int], fields: tuple[ReceptiveFields, ...], dim: int
 ) -> Extensions | None:
-    """By how much each layer's input must go on beyond its ends, so that none wraps around.
+    """By how much each layer's input must be extended at its ends, so that none wraps around.
 
-    If a layer wraps around and all before it do, or read what they give, and if the period is that
-    of the input, the input can be continued once for all. None where it cannot.
+    If a layer wraps around and all before it do, or read their outputs, and if the period is that
+    of the input, the input can be extended once for all layers. None if it cannot.
 
     Args:
-        lengths: of the dimension, in the input and after each layer.
-        fields: of the layers.
+        lengths: the lengths of the dimension, in the input and after each layer.
+        fields: the receptive fields of the layers.
         dim: the dimension.
     """
     each = [field[dim] for field in fields]
@@ -249,7 +250,7 @@ def _continued(
             return None
         last = window.last(outputs + after - 1)
         before, after = max(0, -window.first(-before)), max(0, last + 1 - length)
-        if before > length or after > length:  # it would go on by more than a period
+        if before > length or after > length:  # it would be extended by more than a period
             return None
         extensions.insert(0, (before, after))
     return extensions
@@ -258,7 +259,7 @@ def _continued(
 def _extended(
     inputs: Sequence[Shape], fields: tuple[ReceptiveFields, ...], dim: int, extensions: Extensions
 ) -> tuple[list[Shape], tuple[ReceptiveFields, ...], tuple[int, int]]:
-    """The same layers on tensors that go on, where their windows stay inside."""
+    """The same layers on extended tensors, with windows that stay inside."""
     shapes, changed = list(inputs), list(fields)
     for k, (before, after) in enumerate(extensions):
         shapes[k] = _with(shapes[k], dim, shapes[k][dim] + before + after)
@@ -280,7 +281,7 @@ def _is_circular(field: ReceptiveField | None) -> bool:
 
 
 class RegionStep(ABC):
-    """What a region must know of a layer.
+    """A layer as seen by a region.
 
     Args:
         layer: the layer, whose parameters it uses.
@@ -294,14 +295,15 @@ class RegionStep(ABC):
 
     @abstractmethod
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        """From the shape of the whole input to that of the output, and what outputs read.
+        """Compute the shape of the whole output from that of the input, and the receptive fields.
 
-        It raises, on all workers, what torch's own layer raises, or why it cannot be in a region.
+        It raises on all workers the error of torch's own layer, or why the layer cannot be in a
+        region.
 
         Args:
-            shape: of the whole input of the layer.
-            x: a part of the input of the region, of which only the kind counts.
-            layout: of the input of the region.
+            shape: the shape of the whole input of the layer.
+            x: a part of the input of the region, of which only dtype and device are used.
+            layout: the layout of the input of the region.
         """
 
     def parameters(self, layout: Layout) -> LayerParameters:
@@ -310,7 +312,7 @@ class RegionStep(ABC):
 
     @abstractmethod
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        """This worker's outputs from exactly what they read."""
+        """Compute this worker's outputs from exactly the inputs that they read."""
 
 
 class _Convolving(RegionStep):
@@ -330,8 +332,8 @@ class _Convolving(RegionStep):
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         D = self.layer.num_dims
         padding = (0,) * D
-        # Zeros are put only where windows stick out of the whole tensor; of what lies around this
-        # worker's part in it, all that they read was fetched or computed.
+        # Zeros are added only where windows extend beyond the whole tensor; around this worker's
+        # part, everything that they read was fetched or computed.
         if 0 not in x.shape and 0 not in plan.target.local_shape:
             x = plan.in_order(x)
             sides = plan.overhang[-D:]
@@ -347,9 +349,9 @@ class _Convolving(RegionStep):
 def _bordered(
     windows: Sequence[Window], shape: Shape, widths: Sequence[tuple[int, int]], mode: str
 ) -> list[ReceptiveField]:
-    """What windows read of a tensor that goes on beyond its border in this way."""
+    """The receptive fields of windows on a tensor with this padding mode."""
     if mode in ("zeros", "constant"):
-        return list(windows)  # nothing is read there: `F.pad` adds it
+        return list(windows)  # zeros are not read: `F.pad` adds them
     lengths = shape[len(shape) - len(windows) :]
     return [
         Mirrored(window, length, mode) if width != (0, 0) else window
@@ -358,7 +360,7 @@ def _bordered(
 
 
 def _widths(plan: Windowed, num_dims: int) -> list[int]:
-    """How far this worker's windows stick out, in the order of `torch.nn.functional.pad`."""
+    """How far this worker's windows extend beyond, in the order of `torch.nn.functional.pad`."""
     return [width for side in reversed(plan.overhang[-num_dims:]) for width in side]
 
 
@@ -471,7 +473,7 @@ class _Padding(RegionStep):
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
-        """What is put before and behind each of the last dimensions."""
+        """The widths of padding before and after each of the last dimensions."""
         widths = self.layer.padding
         return list(zip(widths[::2], widths[1::2], strict=True))[::-1]
 
@@ -526,9 +528,9 @@ _STEPS: tuple[type[RegionStep], ...] = (
 
 
 def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
-    """What a region of `P_x` must know of a layer; it raises if the layer cannot be in one."""
+    """The step of a layer in a region of `P_x`; it raises if the layer cannot be in one."""
     name = type(layer).__name__
-    # Of a layer of torch's, the type itself: a subclass may compute anything.
+    # For a layer of torch only the type itself: a subclass may compute anything.
     kinds = (type(layer),) if not isinstance(layer, Layer) else type(layer).__mro__
     kind = next((each for each in _STEPS if {*kinds} & {*each.kinds}), None)
     if kind is None:

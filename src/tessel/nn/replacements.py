@@ -21,10 +21,10 @@ for _module in (adaptive, conv_transpose, convolution, linear, norm, pooling, up
 
 
 def place_regions(model: nn.Module, P_x: Partition) -> None:
-    """Let the halo regions of a model know their workers.
+    """Place the halo regions of a model on their workers.
 
-    A region computes for all of its layers which box they read, so it needs to know them as layers
-    over a partition, which share parameters, buffers and hooks with torch's.
+    A region computes the boxes that all of its layers read, so it needs layers over a partition,
+    which share parameters, buffers and hooks with torch's.
     """
     for module in list(model.modules()):
         if isinstance(module, HaloRegion):

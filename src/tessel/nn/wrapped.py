@@ -1,9 +1,9 @@
 """Converted models under torch's wrappers: the mean over workers must be one over replicas.
 
-The workers of a partition hold one replica of a converted model together, and all of them have its
+The workers of a partition together hold one replica of a converted model, and all of them have its
 whole gradients. `DistributedDataParallel` and `fully_shard` take the mean over their workers. If
-these are as many of each replica, that is the mean over replicas, as in torch; else some replicas
-would count more than others, and all workers raise.
+these include equally many workers of each replica, that is the mean over replicas, as in torch;
+otherwise some replicas would have more weight than others, and all workers raise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AVERAGES = DistributedDataParallel.forward.__code__
 
 
 def is_dtensor(value: Tensor) -> bool:
-    """Whether it is a `DTensor`, as the parameters of `fully_shard` are between calls."""
+    """Whether a tensor is a `DTensor`, like the parameters of `fully_shard` between calls."""
     tensors = sys.modules.get("torch.distributed.tensor")  # its import takes long, and few need it
     return tensors is not None and isinstance(value, tensors.DTensor)
 
@@ -48,7 +48,7 @@ def sharded_kinds() -> tuple[Any, ...]:
 
 def is_fully_sharded(module: Module) -> bool:
     """Whether `fully_shard` was applied to this very module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # each layer asks: not by `sharded_kinds`
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # faster than `sharded_kinds`
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
@@ -69,19 +69,19 @@ def refuse_flattened(name: str, modules: Iterable[Module], P_x: Partition) -> No
 
 def _refuse(text: str, P_x: Partition) -> None:
     if P_x.active and P_x.size > 1:
-        agree(P_x, text)  # others that have no reason to raise hear of it
+        agree(P_x, text)  # workers without a problem learn of it
     raise NotImplementedError(text)
 
 
 def partitions_of(module: Module) -> list[Partition]:
-    """Those for which a module, or what is in it, was converted."""
+    """The partitions for which a module, or a module inside it, was converted."""
     methods = (vars(each).get("forward") for each in module.modules())
     found = (getattr(each, "conversion", None) for each in methods)
     return list(dict.fromkeys(each.P_x for each in found if each is not None))
 
 
 def callers() -> Iterator[Module]:
-    """The modules in whose forward pass this is called, from the innermost out."""
+    """The modules in whose forward pass this is called, from the innermost outwards."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL or frame.f_code is _AVERAGES:
@@ -91,12 +91,12 @@ def callers() -> Iterator[Module]:
 
 @constant_in_graphs
 def is_averaged() -> bool:
-    """Whether DDP calls what is compiled now; it runs eagerly there, and checks its replicas."""
+    """Whether DDP calls the code that is compiled; it runs eagerly then, and checks replicas."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def wrappers_of(inside: Iterable[Module]) -> list[Module]:
-    """What averages the gradients of the model that runs.
+    """The wrappers that average the gradients of the running model.
 
     Args:
         inside: modules of the model to which `fully_shard` was applied.
@@ -109,12 +109,12 @@ def wrappers_of(inside: Iterable[Module]) -> list[Module]:
 
 
 def averaging_groups(wrapper: Module) -> list[tuple[Any, ...]]:
-    """The process groups over which a wrapper takes means, one after the other, for each mesh."""
+    """The process groups over which a wrapper takes successive means, for each mesh."""
     if isinstance(wrapper, DistributedDataParallel):
         return [(wrapper.process_group,)]
     state: Any = wrapper._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.13 there is one, or none
+    if groups is None:  # before torch 2.13 there is at most one
         one = getattr(state, "_fsdp_param_group", None)
         groups = [] if one is None else [one]
     infos = [each.mesh_info for each in groups]
@@ -125,17 +125,17 @@ def averaging_groups(wrapper: Module) -> list[tuple[Any, ...]]:
 def check_replicas(
     name: str, P_x: Partition, wrappers: Iterable[Module], spread: bool, known: set[Ranks]
 ) -> str:
-    """Raise ValueError on all workers if a wrapper's mean is not one over replicas.
+    """Raise ValueError on all workers if a wrapper's mean is not a mean over replicas.
 
     Args:
-        name: of the model.
+        name: the name of the model.
         P_x: the workers that hold this replica.
-        wrappers: those of this call.
+        wrappers: the wrappers of this call.
         spread: whether the output of the model will be a spread tensor.
-        known: the workers of wrappers that are known to be right, to which others are added.
+        known: the workers of wrappers that are known to be correct, to which others are added.
 
     Returns:
-        In words, what all workers of a replica must have alike.
+        A text that must be the same on all workers of a replica.
     """
     wrappers = list(wrappers)
     refuse_flattened(name, wrappers, P_x)
@@ -163,7 +163,7 @@ def _check_mean(
     name: str, P_x: Partition, wrapper: Module, groups: Sequence[Any], workers: Ranks
 ) -> None:
     heard = [(tuple(P_x.ranks), P_x.rank is not None)]
-    for handle in groups:  # along the axes of a mesh, one after the other
+    for handle in groups:  # successively along the axes of a mesh
         heard = [each for some in share_over(handle, heard) for each in some]
     is_ddp = isinstance(wrapper, DistributedDataParallel)
     kind = "DistributedDataParallel" if is_ddp else "fully_shard"
@@ -179,10 +179,10 @@ def _check_mean(
 
 
 def unfit(heard: Sequence[tuple[Ranks, bool]]) -> str:
-    """Why a mean over workers is not one over replicas; "" if it is.
+    """Why a mean over workers is not a mean over replicas; "" if it is.
 
     Args:
-        heard: of each worker of the wrapper, the workers of its replica, and whether it is one.
+        heard: for each worker of the wrapper, the workers of its replica, and whether it is one.
 
     >>> unfit([((0, 1), True), ((2, 3), True)])
     ''
@@ -221,11 +221,11 @@ class Unviewed:
 
 
 def unviewed(y: Any) -> Any:
-    """An output of a module to which `fully_shard` was applied, not as a view.
+    """Replace an output of a module to which `fully_shard` was applied by one that is no view.
 
-    Torch gathers the parameters again when a gradient of the output comes. If it is changed in
-    place, as by the next activation, torch forgets about that, but only where it is a view: parts
-    of outputs may be views where outputs in one process are none.
+    Torch gathers the parameters again when a gradient of the output arrives. If the output is a
+    view and is changed in place, for example by the next activation, that hook is lost: parts of
+    outputs may be views where outputs in one process are not.
     """
     part = open_part(y) if isinstance(y, SpreadTensor) else y
     if not isinstance(part, Tensor) or not (part.requires_grad and part._is_view()):
@@ -235,9 +235,9 @@ def unviewed(y: Any) -> Any:
 
 
 def check_alike(values: Iterable[tuple[str, Tensor]], P_x: Partition) -> None:
-    """Raise ValueError on all workers if those that hold the same part have other values.
+    """Raise ValueError on all workers if holders of the same part have different values.
 
-    What `fully_shard` has split cannot be sent around as a whole: it must be alike before.
+    Parameters that `fully_shard` has split cannot be sent as a whole: they must already be equal.
     """
     own = {}
     for name, value in values:

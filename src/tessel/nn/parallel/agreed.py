@@ -1,6 +1,7 @@
 """Checks of parallel layers on the tensors that all workers hold, after an agreement.
 
-All of these decide by what every worker knows: so they raise on all of them, with the same text.
+All of these depend only on values that every worker knows: so they raise on all of them, with the
+same text.
 """
 
 from __future__ import annotations
@@ -30,39 +31,39 @@ Frozen = tuple[tuple[tuple[int, Shape], ...], TensorMeta]
 
 
 def frozen(held: ShapesAndMeta) -> Frozen:
-    """The shapes by worker and the kind of a tensor, as a key of what follows from them."""
+    """The shapes by worker and the metadata of a tensor, as a cache key."""
     shapes, meta = held
     return tuple(shapes.items()), meta
 
 
 def in_mode_of(meta: TensorMeta) -> AbstractContextManager[Any]:
-    """Forward mode where any worker computes in it: tangents of all workers travel together."""
+    """Forward mode if any worker computes in it: tangents of all workers are sent together."""
     return dual_level() if meta.has_tangent and not in_forward_mode() else nullcontext()
 
 
 @eagerly
 def agree_on_spread(partition: Partition, name: str) -> None:
-    """Raise on all workers unless all of them bring a spread tensor to a call.
+    """Raise on all workers unless all of them pass a spread tensor to a call.
 
-    A spread tensor needs no agreement: all workers know its layout. But those that bring another
-    kind wait for one, and would do so for ever.
+    A spread tensor needs no agreement: all workers know its layout. But workers with another kind
+    of tensor would wait for one forever.
     """
     agree(partition, f"{name} over {partition}, where the input is a spread tensor")
 
 
 def misfit(state: State, expected: Sharding | None, name: str) -> str:
-    """Why a tensor is not what a layer needs, by its sharding; nothing if that does not say so.
+    """Why a tensor does not fit a layer, by its sharding; an empty text if it may fit.
 
     Args:
-        state: what is known of it; a plain tensor may be a shard, too.
-        expected: what it should be; None for whole.
-        name: of the tensor.
+        state: the known sharding of the tensor; a plain tensor may also be a shard.
+        expected: the sharding that the layer needs; None for whole.
+        name: the name of the tensor.
     """
     if state is None:
         return ""
     if isinstance(state, UnknownSharding):
         return f"of {name} {state.remedy}"
-    # not equality: a sharding whose size nobody knows fits one of any size
+    # not equality: a sharding of unknown size fits one of any size
     if expected is not None and state.merged(expected) is not None:
         return ""
     wanted = "whole on every worker" if expected is None else expected
@@ -70,7 +71,7 @@ def misfit(state: State, expected: Sharding | None, name: str) -> str:
 
 
 def check_sharding(state: State, expected: Sharding | None, name: str, label: str) -> None:
-    """Raise ValueError, in the name of `label`, for a tensor that is not what a layer needs."""
+    """Raise ValueError, with `label`, for a tensor that does not fit a layer."""
     if problem := misfit(state, expected, name):
         raise ValueError(f"{label}: {problem}")
 
@@ -78,7 +79,7 @@ def check_sharding(state: State, expected: Sharding | None, name: str, label: st
 def check_parts(
     shapes: Mapping[int, Shape], layout: Layout, name: str, label: str, hint: str = ""
 ) -> None:
-    """Raise ValueError for a worker whose part has another shape than a layout says."""
+    """Raise ValueError for a worker whose part has another shape than in a layout."""
     # in the order of the partition: all workers name the same one
     for worker in layout.partition.ranks:
         if shapes[worker] != layout.shape_on(worker):
@@ -91,15 +92,15 @@ def check_parts(
 def check_copies(
     values: NumbersByWorker, names: Sequence[str], count: int, what: tuple[str, str], label: str
 ) -> None:
-    """Raise IndexError for a number that is out of range, ValueError for copies that differ.
+    """Raise IndexError for a number that is out of range, and ValueError for copies that differ.
 
     Args:
-        values: of each worker, the least and the greatest number of its first tensor, and then
-            checksums of all.
-        names: of the tensors.
-        count: numbers must be less.
-        what: one of them, and what they are numbers of.
-        label: in whose name to raise.
+        values: for each worker, the smallest and the largest number of its first tensor, and
+            checksums of all tensors.
+        names: the names of the tensors.
+        count: the upper bound of numbers, exclusive.
+        what: the names of a number, and of the numbered objects.
+        label: the text of the call, for errors.
     """
     for worker, (low, high, *_) in values.items():
         if not is_within(low, high, count):

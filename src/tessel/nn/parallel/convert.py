@@ -19,17 +19,18 @@ from tessel.nn.parallel.sharded import ShardedLayer
 
 @dataclass(frozen=True)
 class Conversion:
-    """What becomes of which layers.
+    """The rules of a conversion to parallel layers.
 
     Args:
-        name: what the user calls.
-        dim: that of the new layers; with None parameters stay, with values of the first worker.
+        name: the function that the user calls.
+        dim: the dimension of the new layers; with None parameters stay whole, with values of the
+            first worker.
         partition: the workers of the new layers.
-        wanted: torch's layer, and subclasses of it that do not compute something else.
-        becomes: what they become.
-        done: whether a layer is one of the new ones already, which stays as it is.
-        also: another type of layers, which compute as torch's do where they are not split.
-        refused: modules that use such layers in a way of their own.
+        wanted: torch's layer, and subclasses that compute the same.
+        becomes: the class of the new layers.
+        done: a predicate for layers that are already converted, and stay as they are.
+        also: another type of layers, which compute like torch's if they are not split.
+        refused: modules that use such layers in their own way.
         is_strict: whether to raise if a layer cannot be converted.
     """
 
@@ -48,7 +49,7 @@ class Conversion:
         return self.dim is not None
 
     def new_layers(self, layers: Sequence[Module]) -> dict[int, Module]:
-        """What layers become, by the identity of each; of their values all workers keep parts."""
+        """The new layers by identities of the old ones; all workers keep parts of the values."""
         new: dict[int, Module] = {}
         known: dict[Any, Parameter] = {}
         for layer in layers:
@@ -72,10 +73,10 @@ class Conversion:
 
 
 def convert(module: Module, conversion: Conversion) -> Module:
-    """Replace all wanted layers of a module, in place; if it is one itself, return the new one.
+    """Replace all wanted layers of a module in place; if it is one itself, return the new one.
 
-    What cannot be converted stays as it is, and one warning says what and why; where the
-    conversion is strict, it raises NotImplementedError instead, and nothing is converted.
+    Layers that cannot be converted stay as they are, and one warning names them with reasons; a
+    strict conversion raises NotImplementedError instead and converts nothing.
     """
     wanted = [
         (name, each)
@@ -89,7 +90,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
     wrappers = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
     inside = {id(inner) for wrapper in wrappers for inner in wrapper.modules()}
     wrapped = conversion.splits and any(id(each) in inside for _, each in layers)
-    # workers that have other models raise now, before the first parameter travels
+    # workers with different models raise now, before the first parameter is sent
     listing = ""
     for name, layer in layers:
         own = layer.named_parameters(recurse=False)
@@ -144,8 +145,8 @@ def _problems(
 
 def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[str]:
     what = _named(name, layer)
-    # After one of the first three the rest would only confuse: it asks what the layer does not
-    # have yet, or means another kind of layer. The others are all told at once.
+    # After one of the first three the rest would only confuse: it is about parameters that the
+    # layer does not have yet, or about another kind of layer. All others are reported at once.
     if any(each is not None and is_lazy(each) for each in layer._parameters.values()):
         yield f"{what} does not know its sizes yet; let it see an input before the conversion"
         return
@@ -167,7 +168,7 @@ def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[s
     for key, parameter in layer._parameters.items():
         if parameter is None or not conversion.splits:
             continue
-        # both would stay with a parameter that nobody uses any more
+        # both would stay with a parameter that is no longer used
         if parameter.grad is not None:
             yield f"the {key} of {what} has a gradient; set it to None first"
         hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -175,7 +176,8 @@ def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[s
             yield f"the {key} of {what} has hooks; register them after the conversion"
 
 
-# what a class may say of itself and still compute as torch's layer does, from its first values on
+# attributes that a class may define and still compute like torch's layer, with the same first
+# values
 _HARMLESS = frozenset(
     (
         *("__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__parameters__"),
@@ -186,9 +188,9 @@ _HARMLESS = frozenset(
 
 
 def _add_ties(module: Module, wanted: set[int], found: dict[int, str]) -> None:
-    """Let layers stay as they are that share a parameter with one that does.
+    """Also keep layers that share a parameter with a layer that is not converted.
 
-    So more layers may stay, which share others: this ends when there are none.
+    These may share parameters with further layers: repeat until there are none.
     """
     users: dict[int, list[tuple[str, int]]] = {}
     for name, each in module.named_modules():

@@ -56,16 +56,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class ShardedLoss:
-    """A cross entropy of classes in shards: all that its workers must have in common.
+    """A cross entropy of sharded classes: everything that must be equal on its workers.
 
     Attributes:
         partition: the workers, in a row.
         wanted: the workers that the caller names, None for those of the sharding.
         input: the sharding of the logits.
-        target: that of the target, None for a whole one.
-        weight: the kind of the weight, None for no weight; the name of its type if it has no kind.
-        weight_sharding: that of the weight, which must have none.
-        measure: what else torch's loss takes.
+        target: the sharding of the target, None for a whole one.
+        weight: the metadata of the weight, None without a weight; the name of its type if it has
+            none.
+        weight_sharding: the sharding of the weight, which must be None.
+        measure: the other arguments of torch's loss.
         autocast: whether torch chooses the dtype of the loss.
     """
 
@@ -118,16 +119,17 @@ class ShardedLoss:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self.measure).items())
         return f"parallel_cross_entropy({weight}{settings}) over {self.partition}"
 
-    @kept_in_job  # not of this object alone: each call makes one that is equal
+    @kept_in_job  # not cached on the object: each call makes an equal one
     def words(self) -> tuple[str, str]:
-        """What the loss is called, and all that is known of it."""
+        """The label of the loss, and its full description."""
         return self.label, repr(self)
 
-    @kept_in_job  # once for the same shapes: a training step asks for the same each time
+    @kept_in_job  # once for the same shapes, which are those of each training step
     def conclude(self, inputs: Frozen, targets: Frozen) -> AgreedLogits:
-        """What follows from the shapes and kinds of all workers, the same on each of them.
+        """Conclude from the shapes and metadata of all workers, with the same result on each.
 
-        Raises for shardings that do not fit the classes, and for targets that do not fit the input.
+        It raises for shardings that do not fit the classes, and for targets that do not fit the
+        input.
         """
         (input_shapes, input_meta), (target_shapes, target_meta) = inputs, targets
         of_input, of_target = dict(input_shapes), dict(target_shapes)
@@ -145,7 +147,7 @@ class ShardedLoss:
         layout = self._whole("the input", self.input, of_input)
         if self.target is not None:
             target_shape = self._whole("the target", self.target, of_target).shape
-        # most likely a shard of probabilities that nobody registered as one
+        # most likely a shard of probabilities that is not registered as one
         elif of_input == of_target and target_shapes[0][1] != layout.shape:
             raise ValueError(
                 f"{self.label}: the target has the shape of a shard of the input and no sharding; "
@@ -161,7 +163,7 @@ class ShardedLoss:
             "weight": self.weight,
             **vars(self.measure),
         }
-        # torch's loss of such tensors raises for what torch does not take, on all workers
+        # torch's loss of such tensors raises for unsupported ones, on all workers
         loss_dtype(F.cross_entropy, tuple(kinds.items()), self.autocast)
         return layout, input_meta, target_meta
 
@@ -185,10 +187,10 @@ class ShardedLoss:
                 f"shape {shape} of the input, got a shard of {target}; classes must be whole on "
                 f"every worker"
             )
-        # torch takes a target of one element for logits of a single sample, too
+        # torch also supports a target of one element for logits of a single sample
         if target in (shape, samples) or (len(shape) == 1 and target == (1,)):
             return
-        # as torch: ValueError for another batch, RuntimeError for other dimensions behind it
+        # as in torch: ValueError for another batch, RuntimeError for other dimensions after it
         is_batch = len(shape) == 1 or target[:1] != shape[:1]
         raise (ValueError if is_batch else RuntimeError)(
             f"{self.label}: expected a target of shape {samples}, or of shape {shape} with "
@@ -200,11 +202,11 @@ LossTensors = tuple[Tensor, Any, Any]  # the logits, the target and the weight
 
 
 def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[AgreedLogits, LossTensors]:
-    """Let all workers of the call raise, or know that their tensors fit; one small exchange.
+    """Verify that the tensors of all workers fit, or raise on all; one small exchange.
 
-    Beside shapes they tell which classes are in the target, and checksums of target and weight:
-    copies that differ would give each worker a loss of its own. With the tensors, on which compiled
-    code agrees in each run.
+    Besides shapes they exchange the range of classes in the target, and checksums of target and
+    weight: copies that differ would give each worker a different loss. Returns the conclusion and
+    the tensors, on which compiled code agrees in each run.
     """
     x, target, weight = given
     label, identity = loss.words()
@@ -237,8 +239,8 @@ def agreed_logits(loss: ShardedLoss, *given: Any) -> tuple[AgreedLogits, LossTen
     agreed, target = enter_by_values(
         told,
         (target, x),
-        # The least and the greatest class, which no worker could check for the classes of others,
-        # and checksums. All of it is part of the exchange that there is anyway.
+        # The smallest and the largest class, which a worker cannot check for the classes of others,
+        # and checksums. All of it is part of an exchange that is needed anyway.
         lambda target: range_of(target, CLASSES, loss.measure.ignore_index),
         lambda agreed: whole(target) if loss.target is None else agreed[0],
         label,
@@ -264,18 +266,18 @@ def parallel_cross_entropy(
 
     Forward:  L = Σ_n w[y_n]·(log Σ_c exp x[n, c] − x[n, y_n]) / Σ_n w[y_n], on every worker.
 
-    Of a whole input this is `torch.nn.functional.cross_entropy`. Of a shard, as
-    `ParallelLinear(dim=-1)` gives it, no worker sees the logits of the others: the workers
-    exchange three or four numbers for each sample, once, and nothing in the backward pass. The
-    loss is shared: every worker calls `backward()`, and the gradient of its shard is that of one
-    process. The numbers are computed in float32 at least.
+    For a whole input this is `torch.nn.functional.cross_entropy`. For a shard, such as the output
+    of `ParallelLinear(dim=-1)`, no worker gets the logits of the others: the workers exchange three
+    or four numbers for each sample, once, and nothing in the backward pass. The loss is shared:
+    every worker calls `backward()`, and the gradient of its shard is that of one process. The
+    numbers are computed in float32 at least.
 
     Args:
         input: logits of shape (C), (N, C) or (N, C, d1, …); a shard is split along the classes.
-        target: the classes, of the shape of the input without C, or probabilities, of the shape
-            of the whole input; the same on every worker. Probabilities may also be a shard that
-            is sharded as the input is.
-        weight, size_average, ignore_index, reduce, reduction, label_smoothing, partition: as of
+        target: the classes, of the shape of the input without C, or probabilities, of the shape of
+            the whole input; the same on every worker. Probabilities may also be a shard with the
+            sharding of the input.
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing, partition: see
             `ParallelCrossEntropyLoss`.
 
     >>> import torch
@@ -288,9 +290,10 @@ def parallel_cross_entropy(
     settings = ignore_index, label_smoothing, reduction
     key = None
     if _is_alone(input, target, weight):
-        # A worker alone has nobody to agree with, and torch itself looks at the values: what fitted
-        # once fits again. No more than this, as Python is slow where large tensors fill the caches.
-        with torch._C.DisableTorchFunctionSubclass():  # shards would look for a rule
+        # A single worker needs no agreement, and torch itself checks the values: shapes that fitted
+        # once fit again. Nothing else is done, as Python is slow when large tensors fill the
+        # caches.
+        with torch._C.DisableTorchFunctionSubclass():  # shards would look up a rule
             kinds = input.shape, input.dtype, input.device, target.shape, target.dtype
             kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
             state = input._tessel_sharding  # type: ignore[attr-defined]
@@ -332,7 +335,7 @@ def _known_alone() -> set[Any]:
 
 
 def _is_alone(input: Any, target: Any, weight: Any) -> bool:
-    """Whether these are a shard of one worker, and plain tensors beside it."""
+    """Whether these are a shard of a single worker, and plain tensors."""
     return (
         type(input) is Shard
         and type(input._tessel_sharding) is Sharding
@@ -349,16 +352,16 @@ class ParallelCrossEntropyLoss(HasHandle, torch.nn.CrossEntropyLoss):
 
     Forward:  L = Σ_n w[y_n]·(log Σ_c exp x[n, c] − x[n, y_n]) / Σ_n w[y_n], on every worker.
 
-    This is `torch.nn.CrossEntropyLoss`, which also takes what `ParallelLinear(dim=-1)` gives:
+    This is `torch.nn.CrossEntropyLoss`, which also supports outputs of `ParallelLinear(dim=-1)`:
     see `parallel_cross_entropy`.
 
     Args:
-        weight: of each class, all of it on every worker.
-        size_average, reduce: torch's old names of reductions.
-        ignore_index: a class that does not count.
+        weight: the weight of each class, whole on every worker.
+        size_average, reduce: torch's deprecated arguments for reductions.
+        ignore_index: a class that is ignored.
         reduction: "mean", "sum" or "none".
         label_smoothing: the share of the uniform distribution in the target.
-        partition: the workers of the shards; None for those that the input is sharded over.
+        partition: the workers of the shards; None for those of the input's sharding.
 
     >>> import torch
     >>> from tessel.nn.parallel.cross_entropy import ParallelCrossEntropyLoss
@@ -398,16 +401,16 @@ class ParallelCrossEntropyLoss(HasHandle, torch.nn.CrossEntropyLoss):
 @eagerly
 def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     (layout, meta, target_meta), (x, target, weight) = agreed_logits(loss, x, target, weight)
-    # A target that needs a gradient on some workers only would leave these alone in the backward
-    # pass: here it needs one on all of them, or on none.
+    # If a target needed a gradient on some workers only, these would be alone in the backward pass:
+    # make it need one on all workers or none.
     target = entered(target, target_meta)
-    # of no classes there is nothing to exchange: torch answers the same on every worker
+    # without classes there is nothing to exchange: torch returns the same on every worker
     if loss.partition.size == 1 or not layout.shape[loss.input.dim]:
         x = entered(x, meta)
         return loss.measure.by_torch(x, target, weight)
     # classes are whole on every worker; probabilities may be split as the logits are
     goal = target if loss.target is None else SpreadTensor(target, layout)
-    # the workers told each other that every target is a class
+    # the workers agreed that every target is a class
     with in_mode_of(meta), setting(checked, True):
         x = SpreadTensor(entered(x, meta), layout)
         return opened(loss.measure.by_torch(x, goal, weight))[0]

@@ -1,10 +1,9 @@
-"""Drawing: the first values of parameters whose shards lie on several workers.
+"""Drawing: the first values of parameters that are sharded over several workers.
 
-Every worker draws the whole tensor, one at a time, as torch draws it in one process; then all keep
-their part of what the first worker of the group drew. So equal seeds give the values of one
-process, whatever the split and the number of workers, and with unequal seeds the shards still are
-those of one tensor, and shared values are equal. The generator of each worker goes on as it would
-in one process.
+Every worker draws each whole tensor as torch does in one process; then all keep their part of the
+values of the first worker of the group. So equal seeds give the values of one process, for any
+split and number of workers, and with unequal seeds the shards are still those of one tensor, and
+shared values are equal. The generator of each worker advances as in one process.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ DrawPart = Callable[[Tensor], Any]
 
 
 def draw_(tensor: Tensor, layout: Layout, draw: DrawPart) -> Tensor:
-    """Fill this worker's part of a tensor, in place, as `draw` fills the whole of it.
+    """Fill this worker's part of a tensor in place, as `draw` fills the whole tensor.
 
     Besides `tensor` this needs the memory of one whole tensor.
 
     Args:
         tensor: this worker's part; workers outside of the layout pass an empty one.
-        layout: where the parts lie, as `shard_layout` and `Layout.whole(…, shared=True)` give it.
-        draw: fills a tensor in place, as the functions of `torch.nn.init` do.
+        layout: the layout of the parts, from `shard_layout` or `Layout.whole(…, shared=True)`.
+        draw: a function that fills a tensor in place, such as those of `torch.nn.init`.
 
     >>> import tessel, torch
     >>> layout = tessel.Layout.whole(tessel.world(), (2,), shared=True)
@@ -46,7 +45,7 @@ def draw_(tensor: Tensor, layout: Layout, draw: DrawPart) -> Tensor:
         alike = tuple(part.shape) == layout.shape
         # where every worker has all of it, no second tensor is needed
         whole = part if alike else part.new_empty(layout.shape)
-        draw(whole)  # also on workers whose values do not count: their generators go on alike
+        draw(whole)  # also on workers whose values are not used: their generators advance equally
         keep_part(part, layout, whole)
     return tensor
 

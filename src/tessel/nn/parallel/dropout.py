@@ -25,13 +25,13 @@ SEEDS = 2**63 - 1  # the greatest int64, up to which torch draws whole numbers
 class ParallelDropout(torch.nn.Dropout):
     """Set some elements to zero at random: `torch.nn.Dropout` on whole tensors and on shards.
 
-    Forward:  y[i] = x[i] · m[i] / (1 − p), where m[i] is 0 with probability p and else 1.
+    Forward:  y[i] = x[i] · m[i] / (1 − p), where m[i] is 0 with probability p and otherwise 1.
 
-    m is one mask of the whole tensor: all workers have the same on a tensor that is whole on each,
-    and on a shard each has its part of it. It depends on the seed of the first worker and on the
-    global index only, and so the result is the same for any number of workers, and that on shards
-    is the shard of that on the whole tensor. Each call takes one number of torch's generator on
-    each worker, so that equal generators stay equal; checkpoints compute the same again.
+    m is one mask of the whole tensor: all workers have the same for a tensor that is whole on each,
+    and for a shard each has its part of it. It depends only on the seed of the first worker and on
+    the global index. So the result is the same for any number of workers, and that for shards is
+    the shard of that for the whole tensor. Each call draws one number from torch's generator on
+    each worker, so that equal generators stay equal; checkpoints recompute the same.
 
     Args:
         p: the probability of zero.
@@ -75,15 +75,15 @@ class ParallelDropout(torch.nn.Dropout):
 
 @contextmanager
 def random_stream(split: bool, partition: Partition | None = None) -> Iterator[None]:
-    """Let torch draw inside of the `with` block from a stream of the whole group.
+    """Make torch draw random numbers in the `with` block from a stream of the whole group.
 
-    For random functions of torch on shards (`split=True`: the streams of the workers are
-    independent) and on whole tensors (`split=False`: all workers draw the same). Both depend on
-    the seed of the first worker. Afterwards the generators are where they were, but for one
-    number that entering takes on each worker.
+    Use it for random functions of torch on shards (`split=True`: the streams of the workers are
+    independent) and on whole tensors (`split=False`: all workers draw the same). Both depend on the
+    seed of the first worker. Afterwards the generators are restored, except for one number that is
+    drawn on entry on each worker.
 
     Args:
-        split: whether each worker has a stream of its own.
+        split: whether each worker has its own stream.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -105,11 +105,11 @@ def random_stream(split: bool, partition: Partition | None = None) -> Iterator[N
 
 
 def _agree(row: Partition, name: str, state: State, x: Tensor) -> tuple[Layout, int, TensorMeta]:
-    """How the whole tensor lies, a seed, and the kind of the tensor.
+    """The layout of the whole tensor, a seed, and the metadata of the tensor.
 
-    The seed is that of the first worker; others drew theirs.
+    The seed is that of the first worker; the others' are not used.
     """
-    # All draw, though only the first one's number counts: generators that are in step stay so.
+    # All draw, though only the first one's number is used: equal generators stay equal.
     drawn = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))
     label = f"{name} over {row}, where the input is {describe(state)}"
     [(shapes, meta)], seeds = agree(row, label, x, names=["the input"], numbers=[drawn])

@@ -1,4 +1,4 @@
-"""Embeddings whose table is split over workers, by its rows or by its columns."""
+"""Embeddings whose table is split over workers, by rows or by columns."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ INDICES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class Lookup:
-    """All that the workers must have in common when they look up ids.
+    """A lookup of ids: everything that must be equal on its workers.
 
     Attributes:
         partition: the workers, in a row.
         label: the call in the words of its user.
-        dim: the dimension of the table that is split, 0, 1 or -1; None if that was not said.
-        num_embeddings: the rows of the whole table; None for what the shards have together.
-        settings: what else torch takes.
+        dim: the dimension of the table that is split, 0, 1 or -1; None if it was not passed.
+        num_embeddings: the rows of the whole table; None for the total of the shards.
+        settings: the other arguments of torch's function.
         weight: the sharding of the weight.
         ids: the sharding of the ids.
-        embedding_dim: the columns of the whole table; None for what the shards have together.
+        embedding_dim: the columns of the whole table; None for the total of the shards.
     """
 
     partition: Partition
@@ -77,10 +77,10 @@ class Lookup:
         assert self.dim is not None
         return abs(self.dim)
 
-    @kept_in_job  # once for the same shapes: a training step asks for the same each time
+    @kept_in_job  # once for the same shapes, which are those of each training step
     def conclude(self, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
-        """The layout of the table, from the shapes of all workers; raises for what does not fit."""
-        check_known(self.weight, label)  # along which dimension it is split its sharding says
+        """The layout of the table, from the shapes of all workers; raises if they do not fit."""
+        check_known(self.weight, label)  # its sharding defines along which dimension it is split
         expected = Sharding(self.place, self.partition)
         check_sharding(self.weight, expected, "the weight", self.label)
         check_sharding(self.ids, None, "the ids", self.label)
@@ -91,8 +91,8 @@ class Lookup:
         if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
             raise ValueError(f"{label}: the weight must be of a float dtype, got {kind.dtype}")
         layout = self.table(dict(shards))
-        # Torch looks at settings when it looks up an id. A worker may have no row of these ids,
-        # and would go on where others raise: so all workers look here.
+        # Torch checks settings when it looks up an id. A worker may have no row of these ids, and
+        # would continue where others raise: so all workers check here.
         for value in (self.settings.max_norm, self.settings.norm_type):
             float(0 if value is None else value)
         rows, padding = layout.shape[0], self.settings.padding_idx
@@ -172,28 +172,28 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
 
     Forward:  y[i] = w[id_i], whole and the same on every worker.
 
-    Every worker is given the same ids. With `dim=0` a worker stores some rows of the table and
-    adds those that it has; with `dim=1` or `-1` it stores some columns of all rows, and columns are
-    gathered. Neither moves anything in the backward pass: the gradient of a shard is the shard of
-    the gradient, also a sparse one. With `dim=None` this is torch's layer, with the same values on
-    all workers.
+    Every worker passes the same ids. With `dim=0` a worker stores some rows of the table, and the
+    rows of all workers are added; with `dim=1` or `-1` it stores some columns of all rows, and
+    columns are gathered. Neither communicates in the backward pass: the gradient of a shard is the
+    shard of the gradient, also if it is sparse. With `dim=None` this is torch's layer, with the
+    same values on all workers.
 
-    The shards are balanced parts. Their values are those that torch's layer draws with the seed
-    of the first worker of the group, for every `dim` and any number of workers.
+    The shards are balanced parts. Their values are those of torch's layer with the seed of the
+    first worker of the group, for every `dim` and any number of workers.
 
     Args:
         num_embeddings: the number of rows of the whole table.
-        embedding_dim: the number of its columns.
-        padding_idx: a row that gets no gradient, counted in the whole table.
-        max_norm: rows whose norm is greater are scaled down to it, in place, when they are used.
-        norm_type: p of that norm, which is one of all columns.
-        scale_grad_by_freq: whether gradients are divided by how often an id is in the batch.
+        embedding_dim: the number of columns of the whole table.
+        padding_idx: a row of the whole table that gets no gradient.
+        max_norm: rows with a larger norm are scaled down to it in place when they are used.
+        norm_type: p of that norm, which is over all columns.
+        scale_grad_by_freq: whether gradients are divided by the frequency of an id in the batch.
         sparse: whether the gradient of the shard is a sparse tensor.
-        _weight: the whole table; that of the first worker is taken.
-        dim: which dimension of the table is split; None for none.
-        _freeze: whether the table gets no gradient.
-        device: of the shard.
-        dtype: of the shard.
+        _weight: the whole table; that of the first worker is used.
+        dim: the dimension of the table that is split, if any.
+        _freeze: whether the table needs no gradient.
+        device: the device of the shard.
+        dtype: the dtype of the shard.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -220,7 +220,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         partition: Partition | None = None,
     ) -> None:
         row = row_of(partition)
-        # Workers say what they pass before anything is checked: so all of them raise, or none.
+        # Workers compare their arguments before anything is checked: so all of them raise, or none.
         call = f"({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, dim={dim!r})"
         call = f"ParallelEmbedding{call} over {row}"
         if _weight is not None:
@@ -228,7 +228,8 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             call = f"{call}, of a table of {kind}"
         agree(row, call)
         check_dim(dim, "ParallelEmbedding")
-        # torch's layer gets a table without memory: it draws none, and nobody needs the whole one
+        # torch's layer gets a table without memory: it draws nothing, and the whole one is not
+        # needed
         outline = torch.empty(num_embeddings, embedding_dim, device="meta", dtype=dtype)
         table = outline if _weight is None else _weight
         settings = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
@@ -241,7 +242,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             self.reset_parameters()
             self._equalize_own_values(ParallelEmbedding)
         elif dim is not None or row.size > 1:
-            whole, layout = _weight.detach(), self._layout  # the part has memory of its own
+            whole, layout = _weight.detach(), self._layout  # the part has its own memory
             if layout is None:
                 part = whole.clone()
                 equalize([part], row)
@@ -263,7 +264,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         dim: int | None = None,
         partition: Partition | None = None,
     ) -> Self:
-        """The layer with the values of a whole table; those of the first worker are taken.
+        """Create the layer with the values of a whole table, that of the first worker.
 
         >>> import tessel, torch
         >>> tessel.nn.ParallelEmbedding.from_pretrained(torch.eye(3), dim=0)(torch.tensor(1))
@@ -281,16 +282,17 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
     def convert_parallel_embedding(
         cls, module: torch.nn.Module, dim: int | None = None, partition: Partition | None = None
     ) -> torch.nn.Module:
-        """Let all of torch's embeddings in a module be split, with the values they have.
+        """Convert all of torch's embeddings in a module to split ones with the same values.
 
-        A module that is an embedding itself stays as it is, and a new one is returned; another one
-        is changed in place. Values, settings, `requires_grad`, dtype, device, mode and hooks are
-        kept. NotImplementedError for subclasses of `torch.nn.Embedding`, which may compute
-        something else, and for a table that another layer uses, too: tie the shards afterwards.
+        A module that is an embedding itself is not changed, and a new one is returned; any other is
+        changed in place. Values, settings, `requires_grad`, dtype, device, mode and hooks are kept.
+        Subclasses of `torch.nn.Embedding`, which may compute something else, raise
+        NotImplementedError, and so does a table that another layer also uses: tie the shards
+        afterwards.
 
         Args:
             module: contains one or more `torch.nn.Embedding`.
-            dim: which dimension of the tables is split; None for none.
+            dim: the dimension of the tables that is split, if any.
             partition: the workers; None for the default group.
 
         >>> import tessel, torch
@@ -322,7 +324,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         return convert(module, conversion)
 
     def can_be_traced(self, input: Tensor) -> bool:
-        """Whether a compiler may have this call in its graph: not if ids decide what is done."""
+        """Whether a compiler may include this call in its graph: not if it depends on the ids."""
         reads = self.max_norm is not None or self.sparse or self.scale_grad_by_freq
         return not reads and fix_shapes(input) and not is_in_model()
 
@@ -349,7 +351,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Where the weight lies, by its name; nothing if it is not split."""
+        """The layout of the weight, by its name; empty if it is not split."""
         if self.dim is None:
             return {}
         shape = self.num_embeddings, self.embedding_dim
@@ -360,9 +362,9 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         return self.layouts.get("weight")
 
     def reset_parameters(self) -> None:
-        """Draw all values anew, as `torch.nn.Embedding` does; those of the padding are zero.
+        """Draw new values, as `torch.nn.Embedding` does; those of the padding are zero.
 
-        A call of all workers of the group.
+        All workers of the group must call this.
         """
         if self._layout is None:
             super().reset_parameters()
@@ -400,16 +402,16 @@ def parallel_embedding(
     dim: int | None = None,
     partition: Partition | None = None,
 ) -> Tensor:
-    """Look up ids in a table of which each worker has a shard: `torch.nn.functional.embedding`.
+    """Look up ids in a sharded table: `torch.nn.functional.embedding`.
 
     Forward:  y[i] = w[id_i], whole and the same on every worker.
 
     Args:
         input: ids, the same on all workers.
-        weight: this worker's shard of the table, a balanced part of it.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as of `ParallelEmbedding`.
-        num_embeddings: the number of rows of the whole table; None for that of all shards.
-        dim: which dimension of the table is split; None for that of the sharding of `weight`.
+        weight: this worker's shard of the table, a balanced part.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: see `ParallelEmbedding`.
+        num_embeddings: the number of rows of the whole table; None for the total of the shards.
+        dim: the dimension of the table that is split; None for that of the sharding of `weight`.
         partition: the workers; None for those of the sharding, or the default group.
 
     >>> import tessel, torch
@@ -419,8 +421,8 @@ def parallel_embedding(
     """
     check_dim(dim, "parallel_embedding")
     settings = EmbeddingOptions(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    # A plain weight may be computed from a shard. Where the caller says how it is split, that does
-    # not matter; else it would be taken for the whole table.
+    # A plain weight may be computed from a shard. With `dim` that does not matter; otherwise it
+    # would be mistaken for the whole table.
     state = traced_state(weight) if dim is None else state_of(weight)
     if isinstance(state, Sharding):
         partition = partition or state.partition
@@ -454,7 +456,7 @@ def _looked_up(
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))
         y, there = look_up(ids, as_agreed(weight, meta, True), layout, settings, meta)
-        # rows of the table were added by the lookup; columns still have to come together
+        # rows of the table were added by the lookup; columns still have to be gathered
         return gathering(there).apply(y, meta) if lookup.place else y
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weight lies in shards on the workers of a group."""
+"""Linear layers whose weight is sharded over the workers of a group."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ COLUMN, ROW = 1, 0
 
 @dataclass(frozen=True)
 class ShardedProduct:
-    """A product with a weight in shards, to the last detail in which workers must be alike.
+    """A product with a sharded weight: everything that must be equal on its workers.
 
     Args:
-        name: what the user calls.
+        name: the function or layer that the user calls.
         partition: the workers, in one row.
         dim: `COLUMN` if the outputs are split, `ROW` if the inputs are.
         sizes: the numbers of inputs and outputs of the whole weight.
-        state: what is known of the input.
-        dtype: of the weight.
-        device: of the weight.
+        state: the known sharding of the input.
+        dtype: the dtype of the weight.
+        device: the device of the weight.
         autocast: the dtype of an autocast region, if there is one.
-        needs: which parameters get gradients.
-        is_off: whether `torch.no_grad()` keeps some from it.
-        problem: what is wrong with the tensors of this worker, or nothing.
+        needs: whether each parameter gets a gradient.
+        is_off: whether `torch.no_grad()` prevents some.
+        problem: the problem with the tensors of this worker, or an empty text.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ShardedProduct:
     @property
     def label(self) -> str:
         mode = ", under torch.no_grad()" if self.is_off else ""
-        # what is wrong on one worker only is part of what it says, so that all others hear it
+        # a problem of one worker is part of its text, so that all others learn of it
         wrong = f" and {self.problem}" if self.problem else ""
         return (
             f"{self.name} over {self.partition}{mode}, where the input is "
@@ -85,16 +85,16 @@ class ShardedProduct:
 
     @property
     def identity(self) -> str:
-        """The label and all that it does not say."""
+        """The label and everything that it does not contain."""
         return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
 
     def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Layout, TensorMeta]:
-        """How the whole input lies; raises, as torch does, if it does not fit the weight."""
-        if self.problem:  # on all workers: they all said so
+        """The layout of the whole input; raises, like torch, if it does not fit the weight."""
+        if self.problem:  # on all workers, since it is part of the agreement
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
         pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
-        if self.autocast is None:  # which converts both to one dtype
+        if self.autocast is None:  # autocast converts both to one dtype
             pairs.append(("dtype", meta.dtype, self.dtype))
         for what, given, own in pairs:
             if given != own:
@@ -111,8 +111,9 @@ class ShardedProduct:
         shape = (*same(batch, "shape before the last", self.label), self.sizes[0])
         whole = Layout.whole(self.partition, shape, shared=True)
         parts = shard_layout(self.partition, shape, last)
-        # Where no sharding says so, inputs are parts by their lengths. Whole ones are as long as
-        # the weight everywhere: so parts that are so, too, on one worker or of nothing, are whole.
+        # Without a sharding, inputs are recognised as parts by their lengths. Whole inputs are as
+        # long as the weight on all workers: so parts of that length, on one worker or of length 0,
+        # are whole.
         fits = all(shapes[worker] == parts.shape_on(worker) for worker in self.partition.ranks)
         are_shorter = any(each != parts.shape for each in shapes.values())
         are_parts = self.dim == ROW and (self.state is not None or (fits and are_shorter))
@@ -129,7 +130,7 @@ class ShardedProduct:
 
 @kept_in_job
 def agreement_on(product: ShardedProduct) -> Agreement[tuple[Layout, TensorMeta]]:
-    """Where workers agree on the input of a product; made once, as each call of a layer asks."""
+    """The agreement on the input of a product; cached, since each call of a layer needs it."""
     P = product.partition
     return Agreement(P.prepare(), product.label, P.ranks, product.conclude, product.identity)
 
@@ -142,14 +143,14 @@ def problem_of(
     dim: int,
     sizes: tuple[int, int],
 ) -> str:
-    """What is wrong with the tensors of this worker, in words that name it.
+    """The problem with the tensors of this worker, in words that name the worker.
 
-    A parameter that is computed from other values may be another shard than the one that is needed.
+    A parameter that is computed from other values may be a different shard than the required one.
     """
     layouts = layouts_of(partition, dim, sizes)
     for name, value in (("weight", weight), ("bias", bias)):
         layout, state = layouts[name], state_of(value)
-        # on one worker every shard is the whole, whatever dimension it is split along
+        # on one worker every shard is the whole, for any dimension
         apart = state is not None and partition.size > 1
         if apart and (problem := misfit(state, Sharding.of(layout), f"the {name}")):
             return problem
@@ -160,7 +161,7 @@ def problem_of(
             )
     is_part = dim == ROW and partition.size > 1 and x.ndim and x.shape[-1] != sizes[0]
     if is_part and is_wrapped(x) and state_of(x) is None:
-        # functions inside of a transform do not see shards: nobody looked at what stood beside one
+        # functions inside a transform do not see shards: the other operands were not checked
         return (
             "a transform of torch.func gives its input, which has the length of a part and no "
             "sharding: gradients of what was used beside a shard would be those of a part; derive "
@@ -171,7 +172,7 @@ def problem_of(
 
 @kept_in_job
 def layouts_of(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Layout]:
-    """Where the weight and the bias of these whole sizes (inputs, outputs) lie."""
+    """The layouts of weight and bias of these whole sizes (inputs, outputs)."""
     inputs, outputs = sizes
     weight = shard_layout(partition, (outputs, inputs), 0 if dim == COLUMN else 1)
     if dim == COLUMN:
@@ -189,13 +190,13 @@ def multiply(
     sizes: tuple[int, int],
     module: torch.nn.Module | None = None,
 ) -> Tensor:
-    """The product of an input with a weight in shards, which are those of the whole `sizes`.
+    """The product of an input with a sharded weight of the whole `sizes`.
 
-    Compiled code looks in each run at the settings of `module`.
+    Compiled code reads the settings of `module` in each run.
     """
     if not partition.active:
         return x.clone()
-    # what the result is, is known here; and to ask a shard for its kind takes microseconds
+    # the kind of the result is known here, and looking up that of a shard takes microseconds
     with torch._C.DisableTorchFunctionSubclass():
         needs, is_off = needs_of([weight] if bias is None else [weight, bias])
         device = weight.device.type
@@ -218,8 +219,8 @@ def multiply(
         layout, meta, x = enter(agreement_on(product), x, module)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
-    # Beyond one worker the rule of F.linear decides what moves. It must see spread tensors, and so
-    # stands outside of the block above, in which torch's functions do not look at types.
+    # With several workers the rule of F.linear decides what is moved. It must get spread tensors,
+    # and so is outside of the block above, in which torch's functions ignore types.
     if partition.size > 1:
         layouts = layouts_of(partition, dim, sizes)
         with in_mode_of(meta):
@@ -234,14 +235,14 @@ def multiply(
 def multiply_shards(
     x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, workers: Partition | None
 ) -> Tensor:
-    """The same, for shards of which the workers first learn of which whole they are."""
+    """The same for shards of which the size of the whole must be learned first."""
     partition = row_of(workers)
     if not partition.active:
         return x.clone()
     name = name_of_product(bias, dim)
     state = state_of(weight)
     label = f"{name} over {partition}, where the weight is {describe(state)}"
-    # The length of the whole is the sum of what all workers have: nobody knows it alone.
+    # The length of the whole is the sum over all workers: no worker knows it by itself.
     [(shapes, _)], _ = agree(partition, label, weight)
     split = checked_dim(dim, name)
     assert split is not None
@@ -260,12 +261,12 @@ def multiply_shards(
 
 
 def name_of_product(bias: Tensor | None, dim: int) -> str:
-    """What a user calls that passes shards."""
+    """The call of a user who passes shards, for errors."""
     return f"parallel_linear(input, weight, {'no bias' if bias is None else 'bias'}, dim={dim!r})"
 
 
 def checked_dim(dim: int | None, name: str) -> int | None:
-    """`COLUMN`, `ROW` or None; ValueError for anything else."""
+    """Return `COLUMN`, `ROW` or None; raise ValueError for anything else."""
     if dim not in (None, 0, 1, -1) or isinstance(dim, bool | float):
         raise ValueError(
             f"{name}: dim must be None (not split), 0 (row: the inputs are split) or 1 or -1 "
@@ -275,29 +276,29 @@ def checked_dim(dim: int | None, name: str) -> int | None:
 
 
 class ParallelLinear(ShardedLayer, torch.nn.Linear):
-    """The linear map of the last dimension, with the weight in shards over a group of workers.
+    """A linear map of the last dimension, with a weight that is sharded over a group of workers.
 
     Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
 
-    - `dim=None`: `torch.nn.Linear`, with the same values on all workers. Nothing moves.
+    - `dim=None`: `torch.nn.Linear`, with the same values on all workers. Nothing is sent.
     - `dim=1` or `-1`, *column*: each worker has the rows of the weight, and the bias, of its part
-      of the outputs. The input is whole on all workers, the output a shard. Nothing moves
-      forward; the gradient of the input takes one all-reduce.
+      of the outputs. The input is whole on all workers, the output a shard. The forward pass sends
+      nothing; the gradient of the input takes one all-reduce.
     - `dim=0`, *row*: each worker has the columns of the weight of its part of the inputs, and the
-      whole bias, which is added once. The input is a shard along the last dimension, or whole, of
-      which the shard is taken then. The output is whole and takes one all-reduce; the gradient of
-      a shard takes none.
+      whole bias, which is added once. The input is a shard along the last dimension, or whole, and
+      then its shard is used. The output is whole and takes one all-reduce; the gradient of a shard
+      takes none.
 
-    Parts are balanced: n // p long, the first n % p of them one longer. Parameters have the values
-    that `torch.nn.Linear` draws with the seed of the first worker of the group.
+    Parts are balanced: of length n // p, the first n % p of them one longer. Parameters have the
+    values of `torch.nn.Linear` with the seed of the first worker of the group.
 
     Args:
         in_features: the length of the last dimension, of the whole input.
-        out_features: the same of the output.
-        bias: whether to add one.
-        dim: which is split.
-        device: of the parameters.
-        dtype: of the parameters.
+        out_features: the same for the output.
+        bias: whether to add a bias.
+        dim: the dimension that is split, as above.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
         partition: the workers of the group, in their order; None for the default group.
 
     >>> import tessel, torch
@@ -320,7 +321,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
     ) -> None:
         row = row_of(partition)
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
-        # first what all say, then whether it can be: so all of them raise, or none does
+        # first agree on the arguments, then check them: so all workers raise, or none
         agree(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
         checked_dim(dim, name)
         if dim is None:
@@ -342,14 +343,14 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Where the weight and the bias lie, by name; nothing if they are not split."""
+        """The layouts of weight and bias, by name; empty if they are not split."""
         split = checked_dim(self.dim, "ParallelLinear")
         if split is None:
             return {}
         return layouts_of(self.partition, split, (self.in_features, self.out_features))
 
     def reset_parameters(self) -> None:
-        """Draw all values anew, as `torch.nn.Linear` does; a call of all workers of the group."""
+        """Draw new values, as `torch.nn.Linear` does; all workers of the group must call this."""
         if self.dim is None:
             super().reset_parameters()
             equalize(self._parameters.values(), self.partition)
@@ -377,9 +378,9 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         return multiply(x, self.weight, self.bias, *call)
 
     def _in_words(self) -> str:
-        """This layer as errors name it; made anew when its settings are others than before.
+        """The name of this layer in errors; made again when its settings change.
 
-        A subclass may have settings of its own, and say them: its words are made in each call.
+        A subclass may include its own settings: its text is made in each call.
         """
         said: Any = self.extra_repr
         if getattr(said, "__func__", None) is not ParallelLinear.extra_repr:
@@ -400,17 +401,18 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         *,
         strict: bool = False,
     ) -> torch.nn.Module:
-        """Make a `ParallelLinear` of each `torch.nn.Linear` in a module, with the same values.
+        """Convert each `torch.nn.Linear` in a module to a `ParallelLinear` with the same values.
 
-        A module that is a `torch.nn.Linear` gives a new layer; any other is changed in place and
-        returned. Values are those of the first worker of the group. What the layers have besides
-        (dtype, device, mode, hooks, parameters that need no gradient) stays. A layer that is used
-        in several places stays one, and so does a parameter that several layers use. Layers that
-        are split already stay as they are.
+        For a `torch.nn.Linear` a new layer is returned; any other module is changed in place and
+        returned. Values are those of the first worker of the group. All else (dtype, device, mode,
+        hooks, parameters that need no gradient) is kept. A layer that is used in several places
+        stays one layer, and a parameter that several layers use stays tied. Layers that are already
+        split do not change.
 
-        What cannot be converted exactly stays, too, and one warning names it: attention, which
-        reads the weights of its layers itself, subclasses with methods of their own, lazy layers
-        that have seen no input, parametrized layers, those with gradients or hooks of parameters.
+        Layers that cannot be converted exactly do not change either, and one warning names them:
+        those of attention, which reads their weights itself, subclasses with their own methods,
+        lazy layers before their first input, parametrized layers, and those with gradients or hooks
+        of parameters.
 
         Args:
             module: contains one or more `torch.nn.Linear`.
@@ -432,7 +434,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
             partition=row,
             wanted=torch.nn.Linear,
             becomes=cls,
-            # a layer that is split in another way stays: its values are as good
+            # a layer that is split in another way stays: its values are the same
             done=lambda layer: (
                 isinstance(layer, ParallelLinear) and (dim is None or layer.dim is not None)
             ),

@@ -15,12 +15,12 @@ from tessel.nn.layer import Layer
 
 
 class RegisterParallelDim(HasHandle, torch.nn.Module):
-    """Say that tensors are shards along a dimension, or that they are whole.
+    """Declare that tensors are shards along a dimension, or that they are whole.
 
     Forward:  y = x, with another sharding; `x` itself keeps its own.
 
     Args:
-        dim: the dimension that is split over the workers; None says that tensors are whole.
+        dim: the dimension that is split over the workers; None if tensors are whole.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -39,7 +39,7 @@ class RegisterParallelDim(HasHandle, torch.nn.Module):
         self.partition = row_of(partition)
 
     _derived = HasHandle._derived | {"_traces", "_given_kind", "_last"}
-    # of the last call: its dim, the number of dimensions of its tensor, and what follows from them
+    # of the last call: its dim, the number of dimensions of its tensor, and the resulting sharding
     _last: tuple[int | None, int, Sharding] | None = None
     gives_kinds = True
     can_be_traced = Layer.can_be_traced

@@ -3,22 +3,22 @@
 Two arrangements are common, and both give the gradients of one process.
 
 *Replicas of a model that is split.* Every model-parallel group holds one copy of the model and
-works on its own part of the batch. `data_parallel(model)` averages all gradients, those of shards
-too, over the workers that hold the same shards.
+works on its own part of the batch. `data_parallel(model)` averages all gradients, including those
+of shards, over the workers that hold the same shards.
 
-*One split head behind a backbone that is whole everywhere.* Each worker of a group gives the
-backbone samples of its own; `gather_batch` puts the features of the group together, and the head
-and the loss work on all of them. `DistributedDataParallel` takes the mean of the backbone's
-gradients over the workers, where they are the terms of a sum: `gather_batch` makes up for that.
-With several groups the two come together: `DistributedDataParallel(backbone)` over all workers, and
+*One split head after a backbone that is whole on all workers.* Each worker of a group passes its
+own samples to the backbone; `gather_batch` concatenates the features of the group, and the head and
+the loss work on all of them. `DistributedDataParallel` takes the mean of the backbone's gradients
+over the workers, although they are the terms of a sum: `gather_batch` compensates for that. With
+several groups the two are combined: `DistributedDataParallel(backbone)` over all workers, and
 `data_parallel(head)`.
 
-*Replicas of a converted model*, each on a partition of its own: `data_parallel(model)` averages
+*Replicas of a converted model*, each on its own partition: `data_parallel(model)` averages
 over the workers at the same place of all replicas.
 
-Shards are averaged over workers that hold the same ones, and never over workers that hold others.
-`DistributedDataParallel` finds out by itself which of the two its process group is, as
-`tessel.distributed.wrapping` says, and raises where it is neither.
+Shards are averaged only over workers that hold the same ones. `DistributedDataParallel` detects
+which of the two its process group is, see `tessel.distributed.wrapping`, and raises if it is
+neither.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def get_data_parallel_group() -> Partition:
 
 
 def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
-    """The module under `DistributedDataParallel` over the workers that hold the same shards.
+    """Wrap a module in `DistributedDataParallel` over the workers that hold the same shards.
 
     Forward:  that of `module`.    Backward:  every gradient, also of a shard, is the mean over
-    `get_data_parallel_group()`; of a converted model, the mean over the partitions for which
+    `get_data_parallel_group()`; for a converted model, the mean over the partitions for which
     workers have converted it, each of which holds one copy.
 
-    Each model-parallel group takes its own part of the batch, of one size, and a mean loss of it;
-    the gradients are those of the mean loss of the whole batch in one process. With one group only
-    there is nothing to average, and the module itself is returned.
+    Each model-parallel group uses its own part of the batch, all of one size, and the mean loss of
+    it; the gradients are those of the mean loss of the whole batch in one process. With one group
+    only there is nothing to average, and the module itself is returned.
 
     Args:
         module: the model, of which each model-parallel group, or each partition, holds one copy.
@@ -105,11 +105,11 @@ def _same_place(partitions: list[Partition]) -> Partition:
 
 
 def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
-    """The parameters of a module that are shards, put on its list of what DDP is to ignore.
+    """Add the parameters of a module that are shards to its list of those that DDP ignores.
 
-    There is no need to call this: `DistributedDataParallel` ignores shards that are others on each
-    of its workers by itself. It does no harm either: where workers hold the same shards, as
-    under `data_parallel`, these are averaged although they are on the list.
+    This call is not necessary: `DistributedDataParallel` itself ignores shards that differ between
+    its workers. It does no harm either: if workers hold the same shards, as under `data_parallel`,
+    these are averaged although they are on the list.
 
     Returns:
         The names of these parameters.
@@ -125,7 +125,7 @@ def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
         for name, value in module.named_parameters(remove_duplicate=False)
         if sharding_of(value) is not None
     ]
-    # what the user put on the list stays; what an earlier call put there is found anew
+    # the user's entries stay; those of earlier calls are found again
     known = getattr(module, IGNORED, [])
     asked = [name for name in known if name not in getattr(module, REGISTERED, ())]
     new = [name for name in shards if name not in asked]
@@ -136,18 +136,18 @@ def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
 
 @eagerly
 def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
-    """Put the samples of all workers together, so that a mean of gradients becomes their sum.
+    """Concatenate the samples of all workers, so that a mean of gradients becomes their sum.
 
     Forward:  y = (x_0, x_1, …) along dim 0, an all-gather.    Backward:  x_k gets P times its part
-    of the gradient, where P is the number of workers, and nothing moves.
+    of the gradient, where P is the number of workers, and nothing is sent.
 
-    The loss of all samples has a gradient at each worker's own; the gradient of a backbone is the
-    sum of what these give. `DistributedDataParallel` takes their mean, P times smaller. It must do
-    so over all of these workers: under a wrapper that leaves some of them out, as `data_parallel`
-    around backbone and head does, all raise ValueError.
+    The loss of all samples has a gradient at each worker's samples; the gradient of a backbone is
+    the sum of their contributions. `DistributedDataParallel` takes their mean, P times smaller. It
+    must do so over all of these workers: under a wrapper that excludes some of them, such as
+    `data_parallel` around backbone and head, all raise ValueError.
 
     Args:
-        x: the features of this worker's samples, or its targets; as many as it has.
+        x: the features of this worker's samples, or its targets; any number.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -160,8 +160,8 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     if learns:
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is None:
-            # Before torch 2.13 a wrapper inside of another one says, when it is done, that none
-            # runs: so the innermost one whose `forward` has called this is looked for.
+            # Before torch 2.13 a wrapper inside another one resets the active module when it ends:
+            # so search for the innermost one whose `forward` has called this.
             around = (each for each in callers() if isinstance(each, DistributedDataParallel))
             wrapper = next(around, None)
         group = None if wrapper is None else wrapper.process_group
@@ -172,11 +172,11 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
                 "before gather_batch by DistributedDataParallel over all workers, and what comes "
                 "after by tessel.nn.data_parallel"
             )
-    # other workers may see another wrapper, or none: all hear of it, and all raise
+    # other workers may find another wrapper, or none: all are told, and all raise
     agree(row, f"gather_batch over {row}{problem}")
     if problem:
         raise ValueError(f"gather_batch over {row}{problem}")
     if learns:
-        x = x.view_as(x)  # another use of `x` gets the gradient it asks for
+        x = x.view_as(x)  # another use of `x` gets its own gradient
         x.register_hook(lambda grad: grad * row.size)
     return gather(x, 0, row)

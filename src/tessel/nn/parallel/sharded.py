@@ -1,4 +1,4 @@
-"""What layers have in common whose parameters lie in shards."""
+"""The common base of layers with sharded parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tessel.nn.parallel.agreed import agree_on_spread
 
 
 class ShardedLayer(HasHandle, torch.nn.Module):
-    """A layer of torch's that says where its parameters lie; they carry shardings that say so, too.
+    """A layer of torch that defines the layouts of its parameters, which also carry shardings.
 
-    A subclass gives `layouts`. Parameters that it does not name are none of this layer's business.
+    A subclass implements `layouts`. Parameters that it does not name are not touched.
 
     Attributes:
-        dim: what is split, as the layer counts; None if nothing is.
+        dim: the dimension that is split, in the layer's convention; None if nothing is split.
         partition: the workers, in a row.
     """
 
@@ -36,11 +36,11 @@ class ShardedLayer(HasHandle, torch.nn.Module):
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Where parameters lie, by name; nothing if they are not split."""
+        """The layouts of parameters, by name; empty if they are not split."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        """What torch's layer gives: of parameters that are not split, or of a spread tensor."""
+        """Call torch's layer: with parameters that are not split, or with a spread tensor."""
         if self.dim is not None:
             agree_on_spread(self.partition, f"{type(self).__name__}({self.extra_repr()})")
         found: Tensor = super().forward(input)
@@ -57,7 +57,7 @@ class ShardedLayer(HasHandle, torch.nn.Module):
         return new
 
     def _equalize_own_values(self, ours: type[ShardedLayer]) -> None:
-        """Let whole parameters be equal where a subclass draws its values in a way of its own."""
+        """Make whole parameters equal if a subclass draws its values in its own way."""
         if type(self).reset_parameters is not ours.reset_parameters:  # type: ignore[attr-defined]
             whole = (
                 p for p in self._parameters.values() if p is not None and sharding_of(p) is None
@@ -65,17 +65,17 @@ class ShardedLayer(HasHandle, torch.nn.Module):
             equalize(whole, self.partition)
 
     def plain_parameters(self) -> dict[str, Tensor]:
-        """The parameters as compiled code takes them, which knows of no shardings: as plain views.
+        """The parameters as plain views, for compiled code, which does not support shardings.
 
-        In a run, `settings_in` looks whether they are views of these parameters still.
+        In a run, `settings_in` checks that they are still views of these parameters.
         """
-        for each in self._parameters.values():  # a graph is made anew when one of them is another
+        for each in self._parameters.values():  # trace again when one is replaced
             _ = each is None or each.requires_grad
         _make_plain(self.handle)
         return self._plain
 
     def _note_shardings(self) -> None:
-        """Let the parameters say which shards they are."""
+        """Record the shardings of the parameters on them."""
         self.__dict__.pop("_plain", None)
         if "partition" not in self.__dict__:
             return  # torch's layer is still being made
@@ -84,16 +84,16 @@ class ShardedLayer(HasHandle, torch.nn.Module):
             if parameter is None or (layouts and name not in layouts):
                 continue
             sharding = Sharding.of(layouts[name]) if layouts else None
-            # The bias of a row-parallel layer, and all of a layer that is not split, are one value
-            # of the group: who draws it anew, or writes it, must know with whom it is shared.
+            # The bias of a row-parallel layer, and all of a layer that is not split, are shared
+            # values of the group: code that draws or writes them must know the group.
             if sharding is None:
                 share(parameter, self.partition)
             else:
                 note(parameter, sharding)
                 call(parameter, self.dim)
 
-    # What follows is how parameters of other origin come into a layer: by assignment, by
-    # `module.to(…)` and `load_state_dict(assign=True)`, and from a pickled one.
+    # The other ways in which parameters get into a layer: assignment, `module.to(…)`,
+    # `load_state_dict(assign=True)` and unpickling.
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
