@@ -614,6 +614,6 @@ _WRAPPED: tuple[tuple[Any, str, AnyFunction], ...] = (
     (Group, "share", agreement),
     (Group, "attempt_by_wire", partial(agreement, by_wire=True)),
     (Group, "check_same_call", comparison),
-    (Agreement, "agree_on", lambda recorder, agreement, x: about(recorder, agreement.label)),
+    (Agreement, "agree_on", lambda recorder, agreement, x, *out: about(recorder, agreement.label)),
     (GradientBucket, "start", gradients),
 )
