@@ -39,35 +39,35 @@ MAX_DIMS = 4  # of space
 class FNO(ComputingLayer, torch.nn.Module):
     """A Fourier neural operator on tensors (batch, channels, *space) that are spread over workers.
 
-    A lift to `width` channels, `blocks` of a spectral convolution plus a mixing of the channels at
-    each point, with GELU between them, and a projection by two mixings:
+    It has a lift to `width` channels, `blocks` of a spectral convolution plus a mixing of the
+    channels at each point, with GELU between them, and a projection by two mixings:
 
         v ← gelu(F⁻¹ Rᴴ W R F v + A v + b)
 
-    R keeps the low modes, W has a matrix for each of them. Only kept modes travel between workers,
-    twice a block if some dimension of space is whole, and not at all if just the batch is split.
+    R keeps the low modes, W has a matrix for each of them. Workers exchange only kept modes, twice
+    a block if some dimension of space is whole, and nothing if only the batch is split.
 
     Space has one to four dimensions. The parameters do not depend on the number of points: a model
-    takes tensors of any size that has these modes. All workers have the same parameters, whatever
-    their random seeds; the spectral weights lie in parts, each worker storing those of its modes.
+    supports tensors of any size that has these modes. All workers have the same parameters for any
+    random seeds; the spectral weights are split, and each worker stores those of its modes.
     `state_dict()` gathers the whole, the same on any number of workers, so all workers have to call
-    it; `load_state_dict` takes it. A result lies as the input does, in balanced parts of space.
+    it; `load_state_dict` loads it. A result has the layout of the input, in balanced parts of
+    space.
 
-    Gradients are those of one process if every worker derives its share of a loss, or a loss that
-    all of them share. An optimizer that treats each number on its own, as SGD or Adam, works as it
-    is; to clip gradients there is `clip_grad_norm_`.
+    Gradients are those of one process if every worker differentiates its share of a loss, or a loss
+    that all of them share. Elementwise optimizers, such as SGD or Adam, work unchanged; clip
+    gradients with `clip_grad_norm_`.
 
     Args:
-        P_x: where the input lies; axis d splits dimension d. The channels are not split.
-        in_channels, out_channels: of the input and of the result.
+        P_x: the partition of the input; axis d splits dimension d. The channels are not split.
+        in_channels, out_channels: the numbers of channels of the input and of the result.
         width: the number of channels in between.
-        modes: how many low modes are kept, one number or one for each dimension of space. Of k
-            modes along the last dimension those from 0 to k - 1 are kept, along others those from
-            -k to k - 1.
+        modes: the number k of low modes, one number or one for each dimension of space. Along the
+            last dimension the modes from 0 to k - 1 are kept, along others those from -k to k - 1.
         blocks: the number of blocks.
-        hidden: the number of channels inside of the projection, by default twice the width.
-        dtype: float32 or float64; torch's default if not given.
-        device: where the parameters lie.
+        hidden: the number of channels inside the projection, by default twice the width.
+        dtype: float32 or float64; by default torch's.
+        device: the device of the parameters.
 
     >>> import tessel, torch
     >>> from tessel.models import FNO
@@ -113,11 +113,11 @@ class FNO(ComputingLayer, torch.nn.Module):
         checked_length("FNO", "blocks", blocks)
         self.agree_on_form(blocks=blocks, modes=str(self.modes), dtype=kind)
         usual = usual_convolution(P_x, self.width, self.modes, kind).operator
-        # Of the first worker: all have the same parameters then, whatever their random seeds.
+        # The seed of the first worker, so that all have the same parameters for any random seeds.
         seed = usual.agreed_number(int(torch.randint(2**62, (), device="cpu")))
         mixing = partial(Mixing, generator=torch.Generator().manual_seed(seed), dtype=kind)
         self.lift = mixing(self.width, self.in_channels)
-        # Each spectral weight draws by a generator of its own, of which workers keep their parts.
+        # Each spectral weight draws with its own generator, and workers keep their parts.
         spectral = partial(SpectralWeight, P_x, self.width, self.modes, dtype=kind)
         self.blocks: Any = torch.nn.ModuleList(
             torch.nn.ModuleDict(
@@ -135,8 +135,8 @@ class FNO(ComputingLayer, torch.nn.Module):
 
     @in_graphs()
     def forward(self, input: Tensor) -> Tensor:
-        """As a layer does; gradients of shared parameters travel in few messages."""
-        if self.P_x.size == 1:  # whose gradients need no messages
+        """Call the model as a layer; gradients of shared parameters are sent in few messages."""
+        if self.P_x.size == 1:  # gradients need no messages
             return super().forward(input)
         with buckets.in_buckets(self.schedule, self.parameters()):
             return super().forward(input)
@@ -145,7 +145,7 @@ class FNO(ComputingLayer, torch.nn.Module):
         return False  # torch has no such model
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
-        # Workers have agreed on the layout and the dtype: what is wrong raises on all of them.
+        # Workers have agreed on the layout and the dtype: the checks raise on all of them.
         channels = layout.shape[1]
         if channels != self.in_channels:
             raise ValueError(f"{self.label}: expected {self.in_channels} channels, got {channels}")
@@ -161,19 +161,19 @@ class FNO(ComputingLayer, torch.nn.Module):
         v = place.mix(x.movedim(0, -1), self.lift)  # (channels, *space, batch) from here
         for number, block in enumerate(self.blocks, 1):
             v = place.convolve(v, block.spectral, self.modes) + place.mix(v, block.mix)
-            v = gelu(v) if number < len(self.blocks) else v  # the projection has one of its own
+            v = gelu(v) if number < len(self.blocks) else v  # the projection has its own
         v = place.mix(gelu(place.mix(v, self.projection.inner)), self.projection.outer)
         return v.movedim(-1, 0), place.with_channels(self.out_channels)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters, and of the tensors that the model takes."""
+        """The dtype of the parameters, and of the inputs of the model."""
         return self.lift.weight.dtype
 
     def spectral_operator(self, space: Sequence[int]) -> Distributed:
         """The spectral convolution of the blocks for tensors with these dimensions of space.
 
-        Its plan says what is done where, and what travels.
+        Its plan lists the steps, and what is sent.
 
         >>> import tessel
         >>> from tessel.models import FNO
@@ -190,8 +190,8 @@ class FNO(ComputingLayer, torch.nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm, over all workers, is at most `max_norm`.
 
-        `torch.nn.utils.clip_grad_norm_` would see this worker's parts alone, and scale on each
-        worker by another factor. All workers have to call this one. It gives the norm before.
+        `torch.nn.utils.clip_grad_norm_` would only use this worker's parts, and scale differently
+        on each worker. All workers have to call this one. It returns the norm before scaling.
 
         >>> import tessel, torch
         >>> from tessel.models import FNO
@@ -229,7 +229,7 @@ class FNO(ComputingLayer, torch.nn.Module):
 
 @dataclass(frozen=True)
 class FieldLayout:
-    """Where a call of a model works: how its tensors lie, and their dtype."""
+    """The layout and the dtype of the tensors in a call of a model."""
 
     layout: Layout
     dtype: torch.dtype
@@ -251,7 +251,7 @@ class FieldLayout:
 
     def mix(self, x: Tensor, mixing: Mixing) -> Tensor:
         """A v + b, at each point."""
-        # `run` asks nobody: the workers have agreed once, for the whole model.
+        # `run` needs no agreement: the workers have agreed once, for the whole model.
         m, n = mixing.weight.shape
         matrix, operator = mixing_operator(self.layout.partition, m, n, self.space, self.dtype)
         y = operator.run(x, {matrix: mixing.weight}, self.columns, batch_first(x))
@@ -268,7 +268,7 @@ class FieldLayout:
 
 @kept_in_job
 def field_layout(layout: Layout, dtype: torch.dtype) -> FieldLayout:
-    """As a tensor lies, in balanced parts of space; the batch may be in any."""
+    """The layout of a tensor with balanced parts of space; the batch may have any parts."""
     cuts = tuple(
         cut if dim < 2 else Cut(cut.axes, boxes.balanced(length, len(cut.intervals)))
         for dim, (cut, length) in enumerate(zip(layout.cuts, layout.shape, strict=True))

@@ -1,7 +1,7 @@
 """Spectral convolutions: a matrix for each low mode, as one distributed operator.
 
-The Fourier transform, the restriction to the low modes, the weights and the way back are planned as
-a whole. So modes are dropped before the tensor travels, and padded after it has.
+The Fourier transform, the restriction to the low modes, the weights and the inverse are planned as
+a whole. So modes are dropped before the tensor is moved, and padded afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tessel.transport import kept_in_job
 
 @dataclass(frozen=True)
 class Modes:
-    """Which modes are kept: the `counts[d]` lowest along dimension d, of both signs.
+    """The kept modes: the `counts[d]` lowest along dimension d, of both signs.
 
     Along the last dimension a real tensor's modes of negative sign follow from the others.
 
@@ -57,7 +57,7 @@ class Modes:
 
     @property
     def lengths(self) -> Shape:
-        """How many modes there are along each dimension."""
+        """The number of modes along each dimension."""
         return *(2 * count for count in self.counts[:-1]), self.counts[-1]
 
     def check(self, space: Shape) -> None:
@@ -70,7 +70,7 @@ class Modes:
                 )
 
     def restrictions(self, dtype: torch.dtype, lengths: Shape) -> list[ParRestriction]:
-        """To the kept modes of a spectrum of these lengths."""
+        """The restrictions to the kept modes of a spectrum of these lengths."""
         *signed, last = self.counts
         found = [
             ParRestriction(dtype, n, [range(k), range(n - k, n)])
@@ -79,18 +79,18 @@ class Modes:
         return [*found, ParRestriction(dtype, lengths[-1], [range(last)])]
 
 
-# all of an operator, and those of its leaves that take values: the matrix for each mode, and with
-# complex transforms what lets a mode count for its negative, too
+# an operator, and its leaves that take values: the matrix for each mode, and with complex
+# transforms the weights by which a mode also counts for its negative
 Expression = tuple[ParOperator, ParMultilinear, ParDiagonal | None]
 
 
 class SpectralConvolution:
-    """y = F⁻¹ Rᴴ W R F x, where W has a matrix over the channels for each kept mode.
+    """The convolution y = F⁻¹ Rᴴ W R F x, where W has a matrix over channels for each kept mode.
 
     Args:
         expression: the operator.
-        P_x: where its tensors lie.
-        stored: how the weights lie, if not where they are needed.
+        P_x: the partition of its tensors.
+        stored: the layout of the weights, if they are not stored where they are needed.
     """
 
     def __init__(self, expression: Expression, P_x: Partition, stored: Layout | None) -> None:
@@ -103,7 +103,7 @@ class SpectralConvolution:
         values: dict[Leaf, Tensor] = {self.weights: weights}
         if self.doubling is None:
             return self.operator.run(x, values, columns, batch_first(x))
-        # One for the mode zero, two for those that stand for a pair of modes.
+        # One for the mode zero, two for modes that represent a pair.
         kind = self.doubling.source
         numbers = torch.full(kind.shape, 2, dtype=kind.dtype, device=x.device)
         numbers[0] = 1
@@ -113,7 +113,7 @@ class SpectralConvolution:
 
 
 def batch_first(x: Tensor) -> Shape:
-    """How dimensions lie in memory: the last one, the batch, before the others."""
+    """The memory order of dimensions: the last one, the batch, before the others."""
     return x.dim() - 1, *range(x.dim() - 1)
 
 
@@ -121,14 +121,14 @@ def batch_first(x: Tensor) -> Shape:
 def spectral_convolution(
     P_x: Partition, width: int, modes: Modes, space: Shape, dtype: torch.dtype
 ) -> SpectralConvolution:
-    """The convolution on a grid of points, in the way that moves the tensor the least often.
+    """The convolution on a grid of points, with the fewest moves of the tensor.
 
-    A real transform along the last dimension has to come first. Where that dimension is split and
-    others are whole, the tensor would have to travel before anything is dropped: then all
-    transforms are complex ones, and the result is the real part. It is the same map, by the same
+    A real transform along the last dimension has to come first. If that dimension is split and
+    others are whole, the tensor would have to be moved before modes are dropped: then all
+    transforms are complex, and the result is the real part. It is the same map with the same
     weights.
 
-    How these are stored does not depend on the number of points.
+    The storage of these does not depend on the number of points.
     """
     stored = None
     if space != _usual(P_x, modes):  # weights are stored as the usual number of points needs them
@@ -142,17 +142,17 @@ def spectral_convolution(
 def usual_convolution(
     P_x: Partition, width: int, modes: Modes, dtype: torch.dtype
 ) -> SpectralConvolution:
-    """The convolution that says how weights are stored."""
+    """The convolution that defines how weights are stored."""
     return spectral_convolution(P_x, width, modes, _usual(P_x, modes), dtype)
 
 
 def _usual(P_x: Partition, modes: Modes) -> Shape:
-    """As many points as each worker has some of."""
+    """A number of points of which each worker has some."""
     return tuple(4 * count * P_x.size for count in modes.counts)
 
 
 def by_real(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
-    """With a real transform along the last dimension, which halves what all others have to do."""
+    """The operator with a real transform along the last dimension, which halves other work."""
     kind = complex_of(dtype)
     spectrum = (*space[:-1], space[-1] // 2 + 1)
     transforms = [*(ParDFT(kind, n) for n in space[:-1]), ParDFT(dtype, space[-1])]
@@ -163,7 +163,7 @@ def by_real(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expre
 
 
 def by_complex(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
-    """With complex transforms only, in any order."""
+    """The operator with complex transforms only, in any order."""
     kind = complex_of(dtype)
     channels = ParIdentity(kind, width)
     F = kron(channels, *(ParDFT(kind, n) for n in space))
@@ -178,7 +178,7 @@ def by_complex(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Ex
 def spread(
     expression: ParOperator, P_x: Partition, storage: Mapping[Any, Any] | None = None
 ) -> Distributed:
-    """An operator on (channels, *space), whose batch behind them is split by the first axis."""
+    """Distribute an operator on (channels, *space) with the batch last, split by the first axis."""
     split = [(axis,) if size > 1 else () for axis, size in enumerate(P_x.shape)]
     source = split_along(P_x, expression.domain.shape, split[1:])
     target = split_along(P_x, expression.codomain.shape, split[1:])

@@ -16,12 +16,12 @@ from tessel.operators.parameters import StoredInParts, draw
 
 
 class Mixing(torch.nn.Module):
-    """A matrix and a bias over the channels, the same at each point; all workers have them whole.
+    """A matrix and a bias over the channels, the same at each point and whole on all workers.
 
     Args:
-        m, n: the numbers of channels of a result and of a tensor.
-        generator: of the random numbers, alike on all workers.
-        dtype: of the parameters.
+        m, n: the numbers of channels of the result and of the input.
+        generator: the generator of the random numbers, equal on all workers.
+        dtype: the dtype of the parameters.
     """
 
     def __init__(self, m: int, n: int, generator: torch.Generator, dtype: torch.dtype) -> None:
@@ -40,18 +40,19 @@ class Mixing(torch.nn.Module):
 
 
 class SpectralWeight(StoredInParts, torch.nn.Module):
-    """A complex matrix for each kept mode, of which each worker stores those of its modes.
+    """A complex matrix for each kept mode; each worker stores those of its modes.
 
-    The real and the imaginary parts lie in a last dimension, so that all that torch does with real
+    The real and the imaginary parts are a last dimension, so that everything in torch for real
     parameters works: casts and every optimizer. `state_dict` collects the parts and
-    `load_state_dict` takes them out of the whole.
+    `load_state_dict` extracts them from the whole.
 
     Args:
         P_x: the workers.
         width: the number of channels.
-        modes: which modes.
-        seed: of the random numbers; of the same seed each worker draws its part of one whole.
-        dtype: of the real parts.
+        modes: the modes.
+        seed: the seed of the random numbers; with equal seeds workers draw their parts of one
+            whole.
+        dtype: the dtype of the real parts.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class SpectralWeight(StoredInParts, torch.nn.Module):
     ) -> None:
         super().__init__()
         usual = usual_convolution(P_x, width, modes, dtype)
-        # The real and the imaginary part are a last dimension, which nobody splits.
+        # The real and the imaginary part are a last dimension, which is never split.
         layout = usual.operator.parameter_layout(usual.weights)
         cuts = (*layout.cuts, Cut.whole(2))
         self.layout = replace(layout, shape=(*layout.shape, 2), cuts=cuts)
