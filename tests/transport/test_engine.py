@@ -692,6 +692,31 @@ def test_what_is_repeated(run: Run) -> None:
     assert run(with_tensors_of_each_kind, nprocs=2) == [[]] * 2
 
 
+def with_slices_apart() -> list[bool]:
+    """Slices that lie apart for a transform do so in repeated exchanges, with the same values."""
+    P, found = tessel.world(), []
+    shape, part = (8, 8, 512), 8 // tessel.world().size
+    rows, columns = (
+        Layout.balanced(P.create_cartesian_topology_partition(grid), shape)
+        for grid in ((P.size, 1, 1), (1, P.size, 1))
+    )
+    whole = torch.arange(float(math.prod(shape))).reshape(shape)
+    x, expected = rows.local_part(whole), columns.local_part(whole)
+    for dim, strides in ((0, (part * 512 + 32, 512, 1)), (1, (part * 544, 544, 1))):
+        move = Move(rows, columns, dim)
+        made = [move.apply(x + n) for n in range(3)]
+        found.append(move._again is not None)
+        found += [torch.equal(y, expected + n) for n, y in enumerate(made)]
+        found += [y.stride() == strides and not y._is_view() for y in made]
+        found.append(torch.equal(made[-1].mul_(2), 2 * (expected + 2)))
+    return found
+
+
+@repeats_exchanges
+def test_repeated_exchanges_leave_slices_apart(run: Run) -> None:
+    assert run(with_slices_apart, nprocs=2) == [[True] * 16] * 2
+
+
 def freed_and_forked() -> list[bool]:
     """A move is freed with what it repeats; a fork cannot take part, and its worker goes on."""
     whole = Layout.whole(tessel.world(), (8,))

@@ -323,7 +323,7 @@ class Stage:
         y = self._room(x, room)
         if self._follow(x, y, False):
             kind = x.dtype, x.shape, x.stride()
-            if room is self.spaced is None and not self._gaps and kind not in self._repeated:
+            if room is None and not self._gaps and kind not in self._repeated:
                 if len(self._repeated) >= MOST_REPEATED:
                     self._repeated.clear()
                     self.again = None
@@ -478,9 +478,7 @@ class Stage:
             y = given
         elif dim is not None and step and step % STEP == 0:
             # slices along the dimension would be large powers of two apart: a gap prevents this
-            inner = prod(shape[dim + 1 :])
-            flat = like.new_empty((prod(shape[: dim + 1]), inner + GAP // like.itemsize))
-            y = flat[:, :inner].view(shape)
+            y = like.new_empty_strided(shape, _strides(shape, dim, GAP // like.itemsize))
         else:
             y = like.new_empty(shape) if like.is_contiguous() else room_like(like, shape)
         for gap in self._gaps:
@@ -641,6 +639,15 @@ def _can_follow(program: CopyProgram, x: Tensor, y: Tensor) -> bool:
     # A peer reads large tensors straight from this process's memory, which the kernel refuses
     # for pinned pages.
     return type(y) is Tensor and not (program.readers and is_pinned(x))
+
+
+def _strides(shape: Shape, dim: int, gap: int) -> Shape:
+    """Those of a tensor whose slices along a dimension lie `gap` elements apart."""
+    steps = (prod(shape[d + 1 :]) for d in range(len(shape)))
+    ahead = (prod(shape[d + 1 : dim + 1]) for d in range(len(shape)))
+    return tuple(
+        step + gap * n * (d <= dim) for d, (step, n) in enumerate(zip(steps, ahead, strict=True))
+    )
 
 
 def _part(x: Tensor, piece: Piece) -> Tensor:

@@ -65,6 +65,8 @@ def _transfer(
         # A transform along one dimension is faster if its slices do not share lines of the cache.
         spaced = order.index(following.group[0].dims[0]) if len(following.group) == 1 else None
     move, back = _move(step.before, step.after, columns, order, spaced), inverse_of(order)
+    if back == tuple(range(len(order))):
+        return lambda x, values: move.apply(x)
 
     def transfer(x: Tensor, values: LeafValues) -> Tensor:
         return move.apply(x.permute(order)).permute(back)

@@ -1073,7 +1073,7 @@ enum { ON_CPU = 1, COMPLEX = 5 };
 
 /* What torch is asked, and what must be as it was when it was named: who looks at what moves, as traces do, puts
  * something in its place. */
-enum { TENSOR, IS_NEG, IS_CONJ, IS_TRANSFORMED, IS_GRAD_ENABLED, FORWARD_MODE, EMPTY_LIKE, NUM_ASKED };
+enum { TENSOR, IS_NEG, IS_CONJ, IS_TRANSFORMED, IS_GRAD_ENABLED, FORWARD_MODE, NUM_ASKED };
 static PyObject *asked[NUM_ASKED], *tag_name, *count_name, *level_name, *grad_name;
 static int (*show)(void *tensor, struct shown *found);
 enum { MOST_UNCHANGED = 8 };
@@ -1083,9 +1083,9 @@ static pid_t this_process; /* asking the system takes as long as a small copy */
 
 static void note_process(void) { this_process = getpid(); }
 
-/* Objects that an exchange needs, and keeps: PROGRAM is what owns the words of its program, LIKE a tensor that lies as
- * the result does. */
-enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, LIKE, ALARM, COUNTED, EARLIER, NUM_KEPT };
+/* Objects that an exchange needs, and keeps: PROGRAM is what owns the words of its program, MAKE gives a tensor for its
+ * result. */
+enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, MAKE, ALARM, COUNTED, EARLIER, NUM_KEPT };
 struct again {
     const struct again *earlier; /* for tensors that lie otherwise */
     PyObject *kept[NUM_KEPT];
@@ -1137,7 +1137,7 @@ static int is_plain(PyObject *x, const struct shown *lies) {
 
 /* Room for the result; None if torch makes something else now. */
 static PyObject *make_result(const struct again *again, struct shown *to) {
-    PyObject *y = PyObject_CallFunctionObjArgs(asked[EMPTY_LIKE], again->kept[LIKE], NULL);
+    PyObject *y = PyObject_CallNoArgs(again->kept[MAKE]);
     if (!y || ((PyObject *)Py_TYPE(y) == asked[TENSOR] && !show(y, to) && to->device == ON_CPU)) return y;
     PyErr_Clear();
     Py_DECREF(y);
@@ -1224,7 +1224,7 @@ static PyMethodDef again_method = {"again", py_again, METH_O, "again(x): make an
 static PyObject *py_repeat(PyObject *self, PyObject *args) {
     PyObject *kept[NUM_KEPT] = {0}, *x;
     word program, alarm, counted, sent, received, owner;
-    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOO:repeat", &x, &kept[LIKE], &program, &kept[PROGRAM], &alarm,
+    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOO:repeat", &x, &kept[MAKE], &program, &kept[PROGRAM], &alarm,
                           &counted, &sent, &received, &owner, &kept[GROUP_OBJECT], &kept[OWN], &kept[ACQUIRE],
                           &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM], &kept[COUNTED], &kept[EARLIER]))
         return NULL;
@@ -1250,8 +1250,8 @@ static PyObject *py_repeat(PyObject *self, PyObject *args) {
 
 static PyObject *py_ask(PyObject *self, PyObject *args) {
     PyObject *capsule, *given[NUM_ASKED];
-    if (!PyArg_ParseTuple(args, "OOOOOOOO:ask", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
-                          &given[5], &given[6]))
+    if (!PyArg_ParseTuple(args, "OOOOOOO:ask", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
+                          &given[5]))
         return NULL;
     const struct table *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!table) PyErr_Clear(); /* this version of torch has none, or another one */

@@ -40,7 +40,7 @@ def await_any(waiting: int, /) -> bool:
 
 def repeat(
     x: Tensor,
-    like: Tensor,
+    make: Callable[[], Tensor],
     program: int,
     owner: object,
     numbers: tuple[int, int, int, int, int],
@@ -59,7 +59,7 @@ def repeat(
 
     Args:
         x: a tensor on the CPU.
-        like: one that lies as the output does; its values do not count.
+        make: gives a new tensor for the output.
         program, owner: the address of the program, and what keeps its words.
         numbers: the addresses of the alarm and of the counts of messages and of bytes that were
             sent and received, what the exchange adds to the latter two, and the process.

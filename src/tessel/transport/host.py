@@ -7,6 +7,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -295,6 +296,8 @@ class Host:
         """
         if program.room:
             return None
+        lies = y.shape, y.stride()
+        make = partial(torch.empty_strided, *lies, dtype=y.dtype, device="cpu")
         # One number that stands for all of them: how it lies is all that is asked of it, and room
         # for another output would be taken where it is scarce.
         with torch.inference_mode(False):
@@ -302,13 +305,13 @@ class Host:
                 like = torch.empty((), dtype=y.dtype, device="cpu").expand(y.shape)
             else:  # whose strides say nothing
                 like = torch.empty_like(y)
-        if torch.empty_like(like, device="meta").stride() != y.stride():
-            return None
+        if torch.empty_like(like, device="meta").stride() == y.stride():
+            make = partial(torch.empty_like, like)  # in half of the time
         alarm_at, counted_at = (
             int(np.frombuffer(words, np.int64).ctypes.data) for words in (watch.alarm, counted)
         )
         return engine.repeat(
-            *(x, like, program.address, program),
+            *(x, make, program.address, program),
             (alarm_at, counted_at, program.bytes_sent, program.bytes_received, self._owner),
             (group, own, self._lock.acquire, self._lock.release, watch.raise_broken),
             is_pinned if program.readers else None,
