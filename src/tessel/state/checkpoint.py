@@ -1,8 +1,8 @@
 """Sharded checkpoints: each worker writes its shards, and any number of workers reads them.
 
-`torch.distributed.checkpoint` keeps whole tensors in pieces and knows which box each piece is. A
-`Part` tells it the box of a worker's shard, in the three methods by which torch's own `DTensor`
-does: any balanced or other split can be written, and read in another one.
+`torch.distributed.checkpoint` stores whole tensors in pieces with the box of each piece. A `Part`
+provides the box of a worker's shard, by the same three methods as torch's own `DTensor`: any split,
+balanced or not, can be written, and read in another one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Part(Tensor):
 
     Args:
         part: this worker's tensor.
-        shape: of the whole.
-        offsets: where the part begins in it, along each dimension; None if there is none here.
+        shape: the shape of the whole.
+        offsets: where the part begins in it, along each dimension; None if this worker has none.
 
     >>> import tessel, torch
     >>> layout = tessel.Layout.balanced(tessel.world(), (4,))
@@ -50,7 +50,7 @@ class Part(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...] | None) -> Part:
-        # no memory for the whole, whose shape and kind are all that is asked of it
+        # no memory for the whole, of which only shape and dtype are used
         whole: Part = Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device
         )
@@ -59,7 +59,7 @@ class Part(Tensor):
 
     @classmethod
     def of(cls, part: Tensor, layout: Layout, worker: int | None = None) -> Part:
-        """A worker's part, by default this one's, of a tensor that lies in a layout."""
+        """A worker's part, by default this one's, of a tensor in a layout."""
         box = layout.box(worker)
         return cls(part, layout.shape, None if box is None else tuple(start for start, _ in box))
 
@@ -68,7 +68,7 @@ class Part(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-            # what torch.distributed.checkpoint.async_save copies into
+            # the destination of copies of torch.distributed.checkpoint.async_save
             whole, device = args[0], (kwargs or {}).get("device")
             room = whole._part.new_empty(whole._part.shape, device=device)
             return cls(room, tuple(whole.shape), whole._offsets)
@@ -78,7 +78,7 @@ class Part(Tensor):
         return f"Part({self._part!r} at {self._offsets} of {tuple(self.shape)})"
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        # Imported here, since it takes half a second, which only those pay who write checkpoints.
+        # Imported here, since it takes half a second, which only writing checkpoints should cost.
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -109,15 +109,15 @@ class Part(Tensor):
 class ModelState:
     """The state of a model, for `torch.distributed.checkpoint.save` and `load`.
 
-    Each worker writes its shards and reads what its shards need, also from the files of another
-    number of workers or for another `dim`. What several workers have is written by one of them.
-    Names and shapes are those of the model of plain torch, which can read the files, too.
+    Each worker writes its shards and reads the pieces of its shards, also from the files of another
+    number of workers or for another `dim`. A value that several workers have is written by one of
+    them. Names and shapes are those of the model of plain torch, which can also read the files.
 
-    Torch pickles the `.metadata` of these files and unpickles it when it reads them, which can run
-    code: Tessel warns of that, once. With `checkpoint_reader` nothing is run.
+    Torch pickles the `.metadata` of these files and unpickles it when it reads them, which can
+    execute code: Tessel warns of that, once. `checkpoint_reader` executes nothing.
 
     Args:
-        module: the model, also one in `DistributedDataParallel`.
+        module: the model, possibly in `DistributedDataParallel`.
         partition: the workers that hold one copy of it; None for those of its shards.
 
     >>> import tempfile, tessel, torch
@@ -143,27 +143,27 @@ class ModelState:
         return {name: _part(value, places, name) for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the model what was read."""
+        """Load a state that was read into the model."""
         _warn_of_pickles()
-        # Parts were read into the memory of the model; the rest comes as tensors of its own.
+        # Parts were read into the memory of the model; other values are separate tensors.
         self.module.load_state_dict({name: _own(value) for name, value in state.items()})
 
 
 class OptimizerState:
     """The state of an optimizer, for `torch.distributed.checkpoint.save` and `load`.
 
-    What the optimizer keeps for each number of a parameter lies in the shards of the parameter,
-    and is written and read as these are. Values have the names of the parameters, as in
-    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
-    Torch unpickles the `.metadata` of these files, `checkpoint_reader` does not.
+    The elementwise state of a parameter has its sharding, and is written and read like the
+    parameter. Values have the names of the parameters, as in
+    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Torch unpickles the
+    `.metadata` of these files, `checkpoint_reader` does not.
 
-    Of a `ZeroRedundancyOptimizer` each worker writes and reads the state that it keeps, and nothing
-    is consolidated. The files are those of the optimizer that it is made of.
+    With a `ZeroRedundancyOptimizer` each worker writes and reads the state that it keeps, and
+    nothing is consolidated. The files are those of the optimizer that it wraps.
 
     Args:
-        module: the model, also one in `DistributedDataParallel`.
-        optimizer: of its parameters; before its first step it gets a state to be read into, by a
-            step of torch's with gradients and rates of zero.
+        module: the model, possibly in `DistributedDataParallel`.
+        optimizer: the optimizer of its parameters; before its first step its state is created, by a
+            step of torch with gradients and rates of zero.
         partition: the workers that hold one copy of the model; None for those of its shards.
 
     >>> import tempfile, tessel, torch
@@ -227,7 +227,7 @@ class OptimizerState:
         return {**state, "state": parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the optimizer what was read."""
+        """Load a state that was read into the optimizer."""
         _warn_of_pickles()
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
@@ -248,7 +248,7 @@ class OptimizerState:
 
     @property
     def _is_redundant(self) -> bool:
-        """Whether each worker keeps the state of some parameters only."""
+        """Whether each worker keeps only the state of some parameters."""
         return is_redundant(self.optimizer)
 
     @property
@@ -258,14 +258,14 @@ class OptimizerState:
 
 
 def checkpoint_reader(folder: str | os.PathLike[str]) -> FileSystemReader:
-    """A reader for `torch.distributed.checkpoint.load` that runs nothing of what it reads.
+    """A reader for `torch.distributed.checkpoint.load` that executes nothing in the files.
 
-    It takes the place of `checkpoint_id`. Torch unpickles the `.metadata` of a checkpoint, and its
-    values that are no tensors, and so runs the code of whoever wrote them. This reader allows them
-    to hold what checkpoints of tensors consist of, and refuses everything else; all workers raise.
+    Pass it instead of `checkpoint_id`. Torch unpickles the `.metadata` of a checkpoint, and its
+    values that are no tensors, and so executes code of their author. This reader allows only the
+    classes of which checkpoints of tensors consist; for everything else all workers raise.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
 
     >>> import tempfile, tessel, torch
     >>> import torch.distributed.checkpoint as dcp
@@ -280,18 +280,18 @@ def checkpoint_reader(folder: str | os.PathLike[str]) -> FileSystemReader:
 
 
 # Torch calls `state_dict` first, then reads, then calls `load_state_dict`.
-_is_read_here = False  # whether a reader of ours has read what comes next
+_is_read_here = False  # whether our reader has read the next state
 _has_warned = False
 
 
 def _note_reader(is_ours: bool) -> None:
-    """Note whether what is given to models next was read without unpickling."""
+    """Record whether the next state was read without unpickling."""
     global _is_read_here
     _is_read_here = is_ours
 
 
 def _warn_of_pickles() -> None:
-    """Say once, on the first worker, that torch has run what was in the files."""
+    """Warn once, on the first worker, that torch has executed the pickles of the files."""
     global _has_warned
     if not _is_read_here and not _has_warned:
         _has_warned = True
@@ -311,7 +311,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _misfit(name: str, value: Tensor, layout: Layout) -> str:
-    """What is wrong with the shape of a part, or nothing."""
+    """What is wrong with the shape of a part, or an empty text."""
     if tuple(value.shape) == layout.local_shape:
         return ""
     shapes = f"{tuple(value.shape)}, where its part of {layout} has {layout.local_shape}"

@@ -1,11 +1,11 @@
-"""Reads checkpoints of `torch.distributed.checkpoint`, and runs nothing that is in them.
+"""A reader of checkpoints of `torch.distributed.checkpoint` that executes nothing in them.
 
-Torch unpickles their `.metadata`, and values that are no tensors: a pickle may name any function of
-Python, and call it. Here a pickle may name only what metadata consist of. It is imported when it is
-used, since `torch.distributed.checkpoint` takes half a second.
+Torch unpickles their `.metadata`, and values that are no tensors: a pickle may call any function of
+Python. Here a pickle may only use the classes of metadata. The module is imported when it is used,
+since `torch.distributed.checkpoint` takes half a second.
 
-Checkpoints that Tessel writes have checksums. They stand behind the pickle of `.metadata`, which
-ends where it says: other readers do not see them.
+Checkpoints that Tessel writes have checksums. They follow the pickle in `.metadata`, which marks
+its own end: other readers ignore them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _SIGNED = b"\ntessel-checksums "
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the files of a checkpoint, and refuses those that hold more than tensors and values.
+    """Reads the files of a checkpoint, and raises for anything but tensors and plain values.
 
     Args:
-        folder: of the checkpoint.
-        when_read: called when its metadata were read.
+        folder: the folder of the checkpoint.
+        when_read: a function that is called after the metadata were read.
     """
 
     def __init__(self, folder: str | os.PathLike[str], when_read: Callable[[], None]) -> None:
@@ -54,8 +54,8 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
         if rank is not None and self._refusal is not None:
-            # Torch takes metadata that are refused for missing ones, and asks for those of this
-            # worker. Before torch 2.13 its own error does not say why: the next step does.
+            # Torch treats rejected metadata as missing, and asks for those of this worker. Before
+            # torch 2.13 its own error has no reason: the next step has.
             return Metadata({})
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
@@ -126,11 +126,11 @@ def signed(data: bytes, path: Path) -> dict[str, int] | None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the classes of metadata and nothing else.
+    """An unpickler that finds only the classes of metadata.
 
     Args:
-        file: that is read.
-        path: of it.
+        file: the open file.
+        path: the path of the file.
     """
 
     def __init__(self, file: Any, path: Path) -> None:
@@ -138,8 +138,8 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def metadata(self) -> Metadata:
-        """What is in the file, if that is what torch writes."""
-        # A pickle can give attributes to all that it may name: classes are left as they are.
+        """The metadata in the file; raises if it is not in torch's form."""
+        # A pickle can set attributes of everything that it can name: restore the classes.
         before = [(kind, dict(vars(kind))) for kind in _CLASSES]
         try:
             found = self.load()
@@ -184,7 +184,7 @@ _CLASSES = [
     if home is metadata or kind.__name__ in ("_StorageInfo", "_StoragePrefix")
 ]
 _LAYOUTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}
-# What is a function here can be called, and that is all that a pickle can do with it.
+# A pickle can call these functions, but nothing else.
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
     ("torch", "Size"): torch.Size,
@@ -199,11 +199,11 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _CheckedPlanner:
-    """A planner that gets values of plain types only, for which torch would run any pickle.
+    """A planner that gets only values of plain types, which torch itself would unpickle.
 
     Args:
-        planner: of the load.
-        path: of the checkpoint.
+        planner: the planner of the load.
+        path: the path of the checkpoint.
     """
 
     def __init__(self, planner: LoadPlanner, path: Path) -> None:
@@ -221,7 +221,7 @@ class _CheckedPlanner:
                 f"the value {name!r} of the checkpoint in {self._path} is more than numbers, text, "
                 f"tensors and containers of them: {INSTEAD} ({str(error).partition(chr(10))[0]})"
             ) from error
-        again = io.BytesIO()  # what the planner unpickles was written here
+        again = io.BytesIO()  # the planner unpickles only these bytes
         torch.save(found, again)
         again.seek(0)
         self._planner.load_bytes(read_item, again)

@@ -34,13 +34,13 @@ NOT_FINITE = (  # torch's own words
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """What this worker has of a parameter, and which workers' pieces make up the whole.
+    """This worker's piece of a parameter, and the workers whose pieces make up the whole.
 
     Attributes:
-        name: of the parameter, in the text of errors.
+        name: the name of the parameter, for errors.
         value: the parameter.
-        counted: the workers whose gradients count; the norm of the whole is that of theirs.
-        holders: the workers that have the same gradient as one that counts, by that one.
+        counted: the workers whose gradients count in the norm of the whole.
+        holders: for each worker that counts, those that have the same gradient.
     """
 
     name: str
@@ -50,13 +50,13 @@ class ParameterPiece:
 
     @classmethod
     def of(cls, name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
-        """A parameter whose parts lie so; without a layout all workers of the row share it."""
+        """The piece of a parameter with this layout; without one, all workers share it."""
         counted, holders = _holders(layout or shared_whole(row, ()))
         check_inside("clip_grad_norm_", row, f"parameter {name}", chain.from_iterable(holders))
         return cls(name, value, counted, holders)
 
     def norm(self, norm_type: float) -> Tensor:
-        """The norm of its gradient; of no values, that which does not change those of others."""
+        """The norm of its gradient; without values, the neutral element."""
         grad = self.value.grad
         if grad is None:
             return torch.tensor(NO_GRADIENT, dtype=torch.float64)
@@ -66,7 +66,7 @@ class ParameterPiece:
             return torch.tensor(least, dtype=torch.float64, device=grad.device)
         if values.dtype in (torch.float16, torch.bfloat16):
             values = values.float()  # the squares of half precision overflow at 256
-        return vector_norm(values, norm_type).double()  # those of all dtypes travel in one tensor
+        return vector_norm(values, norm_type).double()  # norms of all dtypes are sent in one tensor
 
     def check(self, norms: Mapping[int, Tensor]) -> None:
         """Raise ValueError if workers that share it have other gradients, or only some have one."""
@@ -77,7 +77,7 @@ class ParameterPiece:
                 f"clip_grad_norm_: workers {without} have no gradient of the parameter "
                 f"{self.name}, and others have one; all must take part in the same backward pass"
             )
-        # The same but for rounding, in which accelerators differ: half of the digits must agree.
+        # Equal up to rounding, in which accelerators differ: half of the digits must agree.
         tolerance = torch.finfo(self.value.dtype).eps ** 0.5
         for same in self.holders:
             first = found[same[0]]
@@ -106,25 +106,25 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     partition: Partition | None = None,
 ) -> Tensor:
-    """Scale gradients down to a norm, that of the whole model: `torch.nn.utils.clip_grad_norm_`.
+    """Clip the norm of the whole model's gradients: `torch.nn.utils.clip_grad_norm_`.
 
     Forward:  ‖g‖ = (Σ |g_i|^p)^(1/p) over all shards and, once, all shared parameters; then
     g ← g · min(1, max_norm / (‖g‖ + 1e-6)), on every worker.
 
     Parameters that are registered as shards count on each worker of their group. All others are
-    taken for shared: every worker has the same gradient, which counts once; ValueError on every
-    worker if the gradients differ. Layers that store blocks of their weights without a sharding, as
-    `DistributedLinear` with `P_w` does, are known when the module itself is passed. Sparse
-    gradients count as the dense ones that they stand for.
+    treated as shared: every worker has the same gradient, which counts once; if the gradients
+    differ, every worker raises ValueError. Layers that store blocks of their weights without a
+    sharding, such as `DistributedLinear` with `P_w`, are recognised if the module itself is passed.
+    Sparse gradients count like the equivalent dense ones.
 
     Args:
-        parameters: as in torch; or a module, for all of its parameters.
-        max_norm: the greatest norm that gradients may have.
+        parameters: the parameters, as in torch; or a module, for all of its parameters.
+        max_norm: the largest norm of the gradients.
         norm_type: p, which may be infinite.
         error_if_nonfinite: whether to raise RuntimeError for a norm that is not finite.
-        foreach: whether torch scales all gradients in one call; None for its own choice.
-        partition: the workers that hold one copy of the model together; None for those of the
-            shards, and without shards for the default group.
+        foreach: whether torch scales all gradients in one call; None for torch's choice.
+        partition: the workers that together hold one copy of the model; None for those of the
+            shards, or without shards for the default group.
 
     >>> import tessel, torch
     >>> layer = tessel.nn.ParallelLinear(3, 2, dim=-1)
@@ -150,7 +150,7 @@ Named = tuple[str, Tensor, Layout | None]
 
 
 def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
-    """Each parameter with a name, and where its parts lie if a sharding or its module says so."""
+    """Each parameter with a name, and its layout if a sharding or its module defines one."""
     if isinstance(parameters, Module):
         known: dict[int, Layout | None] = {}
         for module in parameters.modules():
@@ -165,7 +165,7 @@ def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
 
 
 def _layout_of(parameter: Tensor) -> Layout | None:
-    """Which workers have which part, by the sharding; the shape is of no matter here."""
+    """The layout of the workers' parts by the sharding; the shape is not used."""
     sharding, sharing = sharding_of(parameter), shared_by(parameter)
     if sharding is not None:
         return Layout.balanced(sharding.partition, (sharding.partition.size,))
@@ -184,7 +184,7 @@ def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ..
 def total_norm(
     found: Sequence[Named], norm_type: float, partition: Partition | None, settings: str
 ) -> Tensor:
-    """The norm of the whole model, of the dtype and on the device that torch gives it.
+    """The norm of the whole model, with the dtype and device of torch's.
 
     The workers that hold it agree on the parameters and on the settings first.
     """
@@ -197,7 +197,7 @@ def total_norm(
             )
         return torch.tensor(0.0)
     pieces = [ParameterPiece.of(name, value, layout, row) for name, value, layout in found]
-    # as a number, for errors quote what workers say, and this may be long
+    # as a number, since errors quote the texts of workers, and this may be long
     code = code_of(" ".join(f"{each.counted} {each.holders}" for each in pieces))
     agree(
         row,
@@ -206,7 +206,7 @@ def total_norm(
     )
     if not pieces:
         return torch.tensor(0.0)  # as torch has it
-    # Norms alone travel, a number for each parameter, and all of them in one message.
+    # Only norms are sent, a number for each parameter, and all of them in one message.
     device = pieces[0].value.device
     own = torch.stack([piece.norm(norm_type).to(device) for piece in pieces])
     # A row for each worker, in their order. One copy to the CPU, since each number will be read.

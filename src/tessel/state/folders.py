@@ -1,8 +1,8 @@
-"""Folders that are written whole or not at all, and sharded checkpoints in them.
+"""Folders that are written completely or not at all, and sharded checkpoints in them.
 
-Each worker writes its parts into one file of `torch.distributed.checkpoint`, and tells the others
-where they are, so that no pickle travels. Workers that see the same folder write one checkpoint;
-on hosts that share none, each folder has the parts of its own workers.
+Each worker writes its parts to one file of `torch.distributed.checkpoint`, and tells the others
+where they are, so that no pickle is sent. Workers that see the same folder write one checkpoint; on
+hosts without a shared folder, each folder has the parts of its own workers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tessel.state.raising import together
 from tessel.state.tensor_file import commit
 from tessel.transport import this_worker
 
-Keys = tuple[str, ...]  # of a value in dicts of dicts; () for one that is alone
+Keys = tuple[str, ...]  # of a value in dicts of dicts; () for a single value
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or whatever else has its name."""
+    """Remove a folder, or anything else with its name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -45,18 +45,18 @@ def whole_folder(
     is_shared: bool = True,
     saying: str = "",
 ) -> Iterator[tuple[Path, list[int]]]:
-    """Make a folder under another name, which gets its own when all workers have left the block.
+    """Make a folder under another name, and rename it when all workers have left the block.
 
-    What had the name is removed then, and not before. All workers raise if one cannot. The block
-    gets the folder, and the workers that see it, of which the first makes and names it.
+    Only then anything with its name is removed. All workers raise if one fails. The block gets the
+    folder, and the workers that see it, of which the first makes and renames it.
 
     Args:
-        call: what is called, in the words of its user.
+        call: the call, in the words of its user.
         folder: its name on this worker.
-        workers: who writes it.
-        prepare: called by the first worker before the block.
+        workers: the workers that write it.
+        prepare: a function that the first worker calls before the block.
         is_shared: whether all workers must see the same folder.
-        saying: how errors begin, as of `together`.
+        saying: how errors begin, as in `together`.
     """
     number = tell(workers, os.urandom(6).hex())[workers.ranks[0]]
     unfinished = folder.with_name(f".{folder.name}.{number}")
@@ -87,16 +87,16 @@ def whole_folder(
                     os.rename(folder, old)
                 try:
                     commit(unfinished, folder)
-                except OSError:  # what was there before is better than nothing
+                except OSError:  # the old folder is better than nothing
                     if old.exists():
                         os.rename(old, folder)
                     raise
                 if old.exists():
-                    with suppress(OSError):  # what was there before only takes room
+                    with suppress(OSError):  # the old folder only takes space
                         remove(old)
     finally:
-        # Unless it has got its name. Only by its first worker: while that one names it, another
-        # may have been interrupted, and would remove files of what is complete.
+        # Unless it was renamed. Only on its first worker: while that one renames it, another may
+        # have been interrupted, and would remove files of a complete folder.
         if me == seen[0]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -107,15 +107,15 @@ def write_parts(
     workers: Partition,
     seen: Sequence[int],
 ) -> None:
-    """Write this worker's parts, on all workers at once, with a checksum of each.
+    """Write this worker's parts, on all workers together, with a checksum of each.
 
-    What goes wrong is raised at the end, as others wait for this worker.
+    Errors are raised at the end, since others wait for this worker.
 
     Args:
-        folder: of a `whole_folder`.
+        folder: the folder of a `whole_folder`.
         state: parts by their keys in dicts of dicts.
-        workers: who writes.
-        seen: those of them that see this folder; what several have is written by the first.
+        workers: the workers that write.
+        seen: those of them that see this folder; a value that several have is written by the first.
     """
     # imported here, since it takes half a second
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
@@ -148,8 +148,8 @@ def write_parts(
             where = at.relative_path, at.offset, at.length
             checksum = checksum_at(folder / at.relative_path, at.offset, at.length)
             found.append((keys[name], kind, offset, tuple(part._part.shape), where, checksum))
-    except Exception as error:  # whatever the storage raises is told to all workers
-        # torch's own says that a file is too short, not that the disk is full
+    except Exception as error:  # any exception of the storage is reported to all workers
+        # torch's own error reports a file that is too short, not a full disk
         problem = error.__context__ if isinstance(error.__context__, OSError) else error
     told = tell(workers, found)
     if problem is not None:
@@ -160,13 +160,13 @@ def write_parts(
         sign(folder / ".metadata", {where[:2]: checksum for *_, where, checksum in there})
 
 
-# What a worker tells of a piece: keys, shape, dtype and gradient of the whole; where the piece
-# begins in it, and its shape; its file, and where it begins there, with its length; a checksum.
+# The description of a piece: keys; shape, dtype and gradient of the whole; where the piece begins
+# in it, and its shape; its file, offset and length there; a checksum.
 WrittenPiece = tuple[Keys, tuple[Any, ...], Shape, Shape, tuple[str, int, int], int]
 
 
 def _metadata(pieces: Sequence[WrittenPiece]) -> tuple[Any, list[list[Any]]]:
-    """The metadata of these pieces, and what torch notes of each that was written."""
+    """The metadata of these pieces, and torch's record of each that was written."""
     from torch.distributed.checkpoint import Metadata, filesystem, metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
@@ -185,7 +185,7 @@ def _metadata(pieces: Sequence[WrittenPiece]) -> tuple[Any, list[list[Any]]]:
 
 
 def stored_in(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """What torch says of each value of a checkpoint, and its keys in dicts of dicts, by name."""
+    """Torch's entry for each value of a checkpoint, and its keys in dicts of dicts, by name."""
     metadata = checkpoint_reader(folder).read_metadata()
     paths = metadata.planner_data or {}
     return metadata.state_dict_metadata, {
@@ -194,9 +194,9 @@ def stored_in(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]
 
 
 def read_parts(folder: Path, parts: Mapping[str, Part]) -> None:
-    """Read into the memory of parts, each worker for itself: metadata say where everything is.
+    """Read into the memory of parts, on each worker independently, by the metadata.
 
-    ValueError if something is damaged, or not there.
+    It raises ValueError if something is damaged or missing.
     """
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
@@ -206,7 +206,7 @@ def read_parts(folder: Path, parts: Mapping[str, Part]) -> None:
     reader.set_up_storage_reader(metadata, True)
     plan = planner.create_local_plan()
     for name, part in parts.items():
-        # torch would leave what no piece has as it is
+        # torch would not write indices that no piece has
         lengths = [item.lengths for item in plan.items if item.dest_index.fqn == name]
         if sum(map(prod, lengths)) < part._part.numel():
             raise ValueError(f"{folder} lacks pieces of {name!r}, which other workers wrote")

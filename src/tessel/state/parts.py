@@ -17,14 +17,14 @@ from tessel.distributed.torch_call import mapped, tensors_in
 from tessel.state.places import Places
 from tessel.tensor.tensor import move
 
-# gives the whole of a value of a state, or this worker's part of it, by where its parts lie
+# returns the whole of a value of a state, or this worker's part of it, by its layout
 Change = Callable[[Any, Layout | None], Any]
 
 
 def collector(places: Places, rank0_only: bool, cpu_offload: bool) -> Change:
     """A function that puts values together on all workers, or on the first; each value once."""
     target = places.first if rank0_only else places.row
-    known: dict[int, Tensor] = {}  # by identity: tied weights travel once and stay tied
+    known: dict[int, Tensor] = {}  # by identity: tied weights are sent once and stay tied
 
     def collect(value: Any, layout: Layout | None) -> Any:
         if not isinstance(value, Tensor):
@@ -33,7 +33,7 @@ def collector(places: Places, rank0_only: bool, cpu_offload: bool) -> Change:
             whole = as_plain(value).detach()
             if layout is not None and places.is_apart(layout):
                 whole = move(layout, shared_whole(target, layout.shape)).apply(whole)
-            # at once, so that the device needs room for one whole value, not for all of them
+            # at once, so that the device needs memory for one whole value, not for all of them
             known[id(value)] = whole.cpu() if cpu_offload and target.active else whole
         return known[id(value)]
 
@@ -47,11 +47,11 @@ def relocator(
     call: str,
     parameter: Tensor | None,
 ) -> tuple[Mapping[str, Any], Change]:
-    """The outline of a state, on all workers, and the function that gives this worker its parts."""
+    """The outline of a state, on all workers, and the function that returns this worker's parts."""
     needs = not rank0_only or places.first.active
     missing = ["expected the whole state, got None"] if needs and state is None else []
-    # Before anything is sent, all hear that the first worker has a state. Where each brings one of
-    # its own, who has none says so while others say what they have: all raise.
+    # Before anything is sent, all learn that the first worker has a state. If each should have its
+    # own, the text of a worker without one differs from the others': all raise.
     if rank0_only or missing:
         places.agree(call, (), missing)
     given: Mapping[str, Any] = state if needs and state is not None else {}
@@ -62,8 +62,8 @@ def relocator(
     def take(value: Any, layout: Layout | None) -> Any:
         if layout is None or not isinstance(value, Tensor) or not places.is_apart(layout):
             return value
-        # What shares memory does so afterwards, and is known by it: `state_dict` detaches tied
-        # weights once for each name.
+        # Values that share memory do so afterwards, and are recognised by it: `state_dict` detaches
+        # tied weights once for each name.
         key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), layout)
         if key not in known:
             known[key] = layout.local_part(as_plain(value).detach()).clone()
@@ -75,10 +75,10 @@ def relocator(
 def _receiving(
     places: Places, state: Mapping[str, Any], device: torch.device | str
 ) -> tuple[Mapping[str, Any], Change]:
-    """The same with values that the first worker has: others know what shapes they have."""
+    """The same with values of the first worker, of which others know the shapes."""
 
     def outlined(value: Tensor) -> Tensor:
-        # what all workers get to know of a value: a single number, or the shape and the dtype
+        # the outline of a value for all workers: a single number, or the shape and the dtype
         plain = as_plain(value).detach()
         return plain.to("cpu" if plain.dim() == 0 else "meta")
 
@@ -104,7 +104,7 @@ def _receiving(
 
 
 def local_problem(name: str, value: Any, layout: Layout) -> str:
-    """What is wrong with a value that should be this worker's part."""
+    """What is wrong with a value that must be this worker's part."""
     expected = layout.local_shape
     if isinstance(value, Tensor) and tuple(value.shape) == expected:
         return ""
@@ -115,7 +115,7 @@ def local_problem(name: str, value: Any, layout: Layout) -> str:
 
 
 def whole_problem(name: str, value: Any, layout: Layout) -> str:
-    """What is wrong with a value that should be whole."""
+    """What is wrong with a value that must be whole."""
     if isinstance(value, Tensor) and tuple(value.shape) == layout.shape:
         return ""
     return (
@@ -134,7 +134,7 @@ def shape_text(value: Any) -> str:
 
 
 def kinds(state: Mapping[str, Any]) -> list[str]:
-    """What of a state must be alike on all workers: names, dtypes, and which values are one."""
+    """What must be equal in a state on all workers: names, dtypes, and which values are tied."""
     first: dict[int, str] = {}
     found = []
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Where the values of a model's state lie, by their names, and the agreement of workers on them."""
+"""The layouts of the values of a model's state, by name, and the agreement of workers on them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tessel.transport import code_of
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parameters and buffers of a model lie that its workers hold together.
+    """The layouts of the parameters and buffers of a model.
 
     Args:
-        row: the workers that hold one copy of the model together.
-        layouts: of all values that are shards, or that some workers share, by name.
+        row: the workers that together hold one copy of the model.
+        layouts: the layouts of all values that are shards, or that some workers share, by name.
         of_value: the same, by the identity of the value.
-        names: of all parameters, by identity.
+        names: the names of all parameters, by identity.
     """
 
     row: Partition
@@ -74,7 +74,7 @@ class Places:
 
     @property
     def first(self) -> Partition:
-        """The first of the workers, alone."""
+        """A partition of the first worker alone."""
         return Partition(self.row.ranks[:1], (1,))
 
     def is_apart(self, layout: Layout | None) -> bool:
@@ -93,7 +93,7 @@ class Places:
     def problems(
         self, state: Mapping[str, Any], check: Callable[[str, Any, Layout], str]
     ) -> list[str]:
-        """What a check of a value by its layout finds wrong with those of a state."""
+        """The problems that a check of values by their layouts finds in a state."""
         known = self.layouts.items()
         found = (check(name, state[name], layout) for name, layout in known if name in state)
         return [text for text in found if text]
@@ -105,16 +105,16 @@ class Places:
         problems: list[str],
         error: type[Exception] = ValueError,
     ) -> None:
-        """Raise on all workers if one has a problem, or they bring different things."""
+        """Raise on all workers if one has a problem, or if their items differ."""
         problem = "; ".join(problems[:3]) + (" …" if len(problems) > 3 else "")
         what = f"{call} over {self.row}{': ' if problem else ''}{problem}"
-        # One that has a problem says it while others do not: all raise, and quote it.
+        # The text of a worker with a problem differs from the others': all raise, and quote it.
         agree(self.row, what)
         if problem:
             raise error(what)
         items = list(listing)
         _, sums = agree(self.row, what, numbers=[code_of("\n".join(items))])
-        if len({*sums.values()}) > 1:  # the items themselves travel only then
+        if len({*sums.values()}) > 1:  # the items themselves are sent only then
             (first, expected), *others = tell(self.row, items).items()
             worker, got = next((worker, each) for worker, each in others if each != expected)
             missing = [(first, item, worker) for item in expected if item not in got]
@@ -141,7 +141,7 @@ def check_inside(call: str, row: Partition, what: str, workers: Iterable[int]) -
 
 
 def row_of_model(held: Iterable[Partition], partition: Partition | None) -> Partition:
-    """The workers that hold a model together, in a row: `partition`, or those of all its parts."""
+    """The workers that together hold a model, in a row: `partition`, or those of all its parts."""
     groups = {tuple(sorted(each.ranks)) for each in held}
     if partition is not None or len(groups) != 1:
         return row_of(partition)

@@ -21,16 +21,17 @@ KINDS: tuple[type[Exception], ...] = (
 
 @contextmanager
 def together(call: str, workers: Partition | None = None, saying: str = "") -> Iterator[list[str]]:
-    """Raise on all workers what a block raises on one, or if their facts differ.
+    """Raise on all workers if a block raises on one, or if their facts differ.
 
-    One small exchange after the block; texts travel only if all raise. The block gets a list for
-    the facts that must be equal on all workers; those of one that had an error do not count.
+    It takes one small exchange after the block; texts are sent only if all raise. The block gets a
+    list for the facts that must be equal on all workers; those of a worker with an error are
+    ignored.
 
     Args:
-        call: what is called, in the words of its user.
-        workers: who is told; None for all of the job.
-        saying: how the error begins, which then is a ValueError of whatever kind it was; by default
-            with the call. It may say something else on each worker.
+        call: the call, in the words of its user.
+        workers: the workers that raise; None for all of the job.
+        saying: how the error begins, which then is a ValueError for an error of any kind; by
+            default with the call. It may differ between workers.
     """
     facts: list[str] = []
     error: Exception | None = None
@@ -43,7 +44,7 @@ def together(call: str, workers: Partition | None = None, saying: str = "") -> I
     failed = [worker for worker, (has_failed, _) in said.items() if has_failed]
     if failed:
         number = next((k for k, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
-        # an error of the kind that is raised is told by its text alone
+        # an error of the kind that is raised is described by its text alone
         is_known = type(error) is (ValueError if saying else KINDS[number])
         text = "" if error is None else f"{'' if is_known else type(error).__name__ + ': '}{error}"
         number, text = tell(everyone, (number, text))[failed[0]]
@@ -56,5 +57,5 @@ def together(call: str, workers: Partition | None = None, saying: str = "") -> I
 
 
 def kind_of(device: torch.device | str | None) -> str:
-    """What workers agree on of their devices, each of which may have a number of its own."""
+    """The type of a device, on which workers agree; each may have its own number."""
     return "cpu" if device is None else torch.device(device).type

@@ -1,4 +1,4 @@
-"""Scaled losses: a step is left out by all workers of a group, or by none."""
+"""Scaled losses: all workers of a group skip a step, or none does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tessel.distributed.movements import reduce
 
 
 class ParallelGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for parameters that lie in shards.
+    """A `torch.amp.GradScaler` for sharded parameters.
 
-    Where a gradient is not finite on one worker, no worker of the group makes the step, and all
-    have the same scale afterwards, as in one process. All of them call `unscale_` and `step`.
+    If a gradient is not finite on one worker, all workers of the group skip the step, and all have
+    the same scale afterwards, as in one process. All of them must call `unscale_` and `step`.
 
     Args:
-        device: as torch's, and so are all further arguments.
+        device: as in torch, like all further arguments.
         partition: the workers of the shards; None for the default group.
 
     >>> import tessel, torch

@@ -1,7 +1,7 @@
-"""The state of models whose parameters lie in shards: whole for files, in shards for workers.
+"""The state of models with sharded parameters: whole for files, in shards for workers.
 
-The whole state is that of the same model of plain torch in one process. It does not depend on
-which dimensions are split, nor on the number of workers.
+The whole state is that of the same model of plain torch in one process. It does not depend on the
+split dimensions or on the number of workers.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def collect_state_dict(
     cpu_offload: bool = False,
     partition: Partition | None = None,
 ) -> StateDict:
-    """The whole state of a model with parallel layers, as plain torch has it in one process.
+    """Collect the whole state of a model with parallel layers, as in plain torch in one process.
 
-    All workers of the group call this together. Values that are whole on each worker are taken as
-    they are and, as in `state_dict()`, share their memory with the model.
+    All workers of the group call this together. Values that are whole on each worker are not copied
+    and, as in `state_dict()`, share their memory with the model.
 
     Args:
         module: the model.
-        state: its state on this worker; None for `module.state_dict()`. Another one, as that of an
-            average of weights, lies as the parameters of the module do.
-        prefix: stands before all names in the result.
+        state: its state on this worker; None for `module.state_dict()`. Any other one, such as an
+            average of weights, must have the layouts of the module's parameters.
+        prefix: a prefix of all names in the result.
         rank0_only: whether only the first worker of the group gets it, and all others an empty
             dictionary.
-        cpu_offload: whether each value goes to the memory of the CPU once it is whole.
-        partition: the workers that hold the model together; None for those of its shards.
+        cpu_offload: whether each value is moved to the CPU once it is whole.
+        partition: the workers that together hold the model; None for those of its shards.
 
     >>> import tessel, torch
     >>> model = torch.nn.Sequential(tessel.nn.ParallelLinear(3, 2, dim=-1))
@@ -79,20 +79,20 @@ def relocate_state_dict(
     rank0_only: bool = False,
     partition: Partition | None = None,
 ) -> StateDict:
-    """This worker's shards of a whole state, for `module.load_state_dict`.
+    """Extract this worker's shards of a whole state, for `module.load_state_dict`.
 
-    The state is one that `collect_state_dict` gave, for any `dim` and any number of workers, or
-    that of the model of plain torch. All workers of the group pass the same one, and nothing
-    moves but a small agreement. Shards are copies: the whole state can be dropped.
+    The state is a result of `collect_state_dict`, for any `dim` and any number of workers, or that
+    of the model of plain torch. All workers of the group pass the same one, and only a small
+    agreement is sent. Shards are copies: the whole state can be deleted.
 
     Args:
         module: the model that loads the result.
-        state: the whole state; keys of which the module knows nothing stay as they are, so that
-            `load_state_dict` reports them, on all workers.
-        prefix: stands before the names in `state`, and not in the result.
-        rank0_only: whether only the first worker of the group has the state, and sends others
-            their shards; what they pass, such as None, does not count.
-        partition: the workers that hold the model together; None for those of its shards.
+        state: the whole state; keys that the module does not have are kept, so that
+            `load_state_dict` reports them on all workers.
+        prefix: a prefix of the names in `state`, which is removed in the result.
+        rank0_only: whether only the first worker of the group has the state, and sends others their
+            shards; their argument, such as None, is ignored.
+        partition: the workers that together hold the model; None for those of its shards.
 
     >>> import tessel, torch
     >>> model = torch.nn.Sequential(tessel.nn.ParallelLinear(3, 2, dim=-1))
@@ -125,18 +125,18 @@ def collect_optimizer_state_dict(
     cpu_offload: bool = False,
     partition: Partition | None = None,
 ) -> StateDict:
-    """The whole state of an optimizer, as it is in one process.
+    """Collect the whole state of an optimizer, as in one process.
 
-    What an optimizer keeps for each number of a parameter, as a momentum or Adam's averages, lies
-    in the shards of the parameter and is put together; single numbers, as the step, are kept.
-    NotImplementedError for optimizers that keep something else of a parameter in shards.
+    The elementwise state of a parameter, such as a momentum or Adam's averages, has its sharding
+    and is gathered; single numbers, such as the step, are kept. Optimizers that keep anything else
+    for a sharded parameter raise NotImplementedError.
 
     Args:
         module: the model whose parameters the optimizer has.
-        optimizer: of torch, or one that keeps its state as these do.
+        optimizer: an optimizer of torch, or one with state of the same form.
         rank0_only: as in `collect_state_dict`.
         cpu_offload: as in `collect_state_dict`.
-        partition: the workers that hold the model together; None for those of its shards.
+        partition: the workers that together hold the model; None for those of its shards.
 
     >>> import tessel, torch
     >>> layer = tessel.nn.ParallelLinear(3, 2, dim=-1)
@@ -168,15 +168,16 @@ def relocate_optimizer_state_dict(
     rank0_only: bool = False,
     partition: Partition | None = None,
 ) -> StateDict:
-    """This worker's part of the whole state of an optimizer, for `optimizer.load_state_dict`.
+    """Extract this worker's part of an optimizer's whole state, for `optimizer.load_state_dict`.
 
     Args:
         module: the model whose parameters the optimizer has.
-        optimizer: that loads the result; its parameters come in the order of those of the state.
-        state: what `collect_optimizer_state_dict` gave, for any `dim` and any number of workers,
-            or what the optimizer of the plain model gives in one process.
+        optimizer: the optimizer that loads the result; its parameters have the order of those in
+            the state.
+        state: a result of `collect_optimizer_state_dict`, for any `dim` and any number of workers,
+            or the state of the plain model's optimizer in one process.
         rank0_only: as in `relocate_state_dict`.
-        partition: the workers that hold the model together; None for those of its shards.
+        partition: the workers that together hold the model; None for those of its shards.
 
     >>> import tessel, torch
     >>> plain, layer = torch.nn.Linear(3, 2), tessel.nn.ParallelLinear(3, 2, dim=-1)
@@ -206,13 +207,13 @@ def relocate_optimizer_state_dict(
     listing = [f"{each.identity}{shape_text(each.value)}" for each in entries]
     places.agree(call, listing, problems)
     own = {each.path: relocate(each.value, each.layout) for each in entries}
-    # groups, with rates that may be tensors: where the first worker alone has them, they are sent
+    # groups, with rates that may be tensors: if only the first worker has them, they are sent
     others = {name: relocate(value, None) for name, value in outline.items() if name != "state"}
     return _with_values({**outline, **others}, own)
 
 
 class _Entry:
-    """One value that an optimizer keeps for one parameter, or more of them in a container."""
+    """A value that an optimizer keeps for a parameter, possibly a container of several."""
 
     def __init__(
         self, path: tuple[Any, str], value: Any, name: str, places: Places, layout: Layout | None
@@ -223,23 +224,23 @@ class _Entry:
 
     @property
     def layout(self) -> Layout | None:
-        """Where it lies: as its parameter; None for what is the same for all shards."""
+        """The layout of the value, that of its parameter; None if it is the same for all shards."""
         value = self.value
         if not isinstance(value, Tensor):
             return self._of_parameter if tensors_in(value) else None
-        # the step may be a tensor, and of one dimension
+        # the step may be a tensor, even of one dimension
         is_number = value.dim() == 0 or (self.path[1] == "step" and value.numel() == 1)
         return None if is_number else self._of_parameter
 
     @property
     def identity(self) -> str:
-        """What must be the same on all workers."""
+        """The description that must be equal on all workers."""
         dtype = self.value.dtype if isinstance(self.value, Tensor) else type(self.value).__name__
         how = "" if self.layout is None else " in shards"
         return f"the value {self.path[1]!r} for {self.name}, of {dtype}{how}"
 
     def problem(self, whole: bool) -> str:
-        """What keeps it from being put together or taken apart, or nothing."""
+        """Why it cannot be gathered or split, or an empty text."""
         what = f"the value {self.path[1]!r} of an optimizer for {self.name}"
         if not isinstance(self.value, Tensor):
             several = self._some_apart and tensors_in(self.value)
@@ -251,7 +252,7 @@ class _Entry:
 
 
 def _entries(state: Mapping[str, Any], optimizer: Optimizer, places: Places) -> Iterator[_Entry]:
-    """All that an optimizer keeps for each of its parameters."""
+    """All values that an optimizer keeps for its parameters."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]  # in their order
     for key, parameter in zip(keys, parameters, strict=True):
@@ -270,7 +271,7 @@ def _with_values(state: Mapping[str, Any], values: Mapping[tuple[Any, str], Any]
 
 
 def _like(state: Mapping[str, Any], values: dict[str, Any]) -> StateDict:
-    """Values in a dictionary as `state_dict` makes it, with what it says of versions."""
+    """Values in a dictionary like that of `state_dict`, with its metadata of versions."""
     # a copy for its attributes: torch keeps the versions of modules in `_metadata`
     result = copy(state) if isinstance(state, dict) else {}
     result.clear()

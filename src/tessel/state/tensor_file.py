@@ -6,8 +6,8 @@
 
 Nothing in it is executed, and everything is checked before it is used: lengths against the size of
 the file, the header against its own checksum, bytes against a checksum for each block of them.
-Files of others have no checksums and are read without. The notes of ours are text, under names that
-begin with "tessel."; other programs pass over them.
+Files of other programs are read without checksums. The notes in our files are text, under names
+that begin with "tessel."; other programs ignore them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: what it is, and where its bytes begin after the header."""
+    """One tensor of a file: its dtype and shape, and where its bytes begin after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,9 +70,9 @@ class TensorEntry:
 
 
 class TensorFileWriter:
-    """Writes a tensor file, tensor by tensor, so that none but one has to be in memory.
+    """Writes a tensor file, tensor by tensor, so that only one has to be in memory.
 
-    The file has its name once all of it is on the disk; an interrupted one is never found.
+    The file gets its name once all of it is on the disk; an interrupted one is never found.
 
     Args:
         path: of the file.
@@ -112,7 +112,7 @@ class TensorFileWriter:
         self._sums[name] = "".join(sums)
 
     def finish(self) -> None:
-        """Wait until all of it is on the disk, and give it its name."""
+        """Wait until all of the file is on the disk, and rename it."""
         assert not self._waiting
         self._file.seek(0)
         self._file.write(self._header())
@@ -122,7 +122,7 @@ class TensorFileWriter:
         commit(self.unfinished, self.path)
 
     def drop(self) -> None:
-        """Remove what was written, if it does not have its name yet."""
+        """Remove the file, if it was not renamed yet."""
         with suppress(OSError):  # of a disk that is full
             self._file.close()
         self.unfinished.unlink(missing_ok=True)
@@ -177,13 +177,13 @@ def _sync(folder: Path) -> None:
 
 
 class TensorFile:
-    """A tensor file that was opened: its notes, and its tensors, which are read when asked for.
+    """An open tensor file: its notes, and its tensors, which are read on access.
 
     Args:
         path: of the file.
 
     Raises:
-        ValueError: if it is no tensor file, or a damaged one; the text names it.
+        ValueError: if it is no tensor file, or damaged; the text names it.
         OSError: if it cannot be opened.
     """
 
@@ -215,7 +215,7 @@ class TensorFile:
             except (KeyError, TypeError, ValueError):
                 is_right = False
             self._check(is_right, f"its entry for {name!r} is not that of a tensor")
-        # Tensors come one after the other, without gaps, to the end of the file.
+        # Tensors are contiguous, without gaps, to the end of the file.
         place, end = 0, size - self._begin
         for entry in sorted(self.entries.values(), key=lambda each: (each.start, each.num_bytes)):
             self._check(entry.start == place, "its tensors overlap, or there is something between")
@@ -246,7 +246,7 @@ class TensorFile:
         # Along the first dimension the box is one run of bytes; of others all is read, and cut.
         (first, last), *others = box or [(0, 1)]
         row = prod(entry.shape[1:]) * entry.dtype.itemsize
-        # Whole blocks, whose checksums are compared, and of these the bytes that are asked for.
+        # Whole blocks, whose checksums are compared, and of these the requested bytes.
         start, stop = first * row, last * row
         begin, end = start - start % _BLOCK, min(entry.num_bytes, stop + -stop % _BLOCK)
         with open(self.path, "rb") as file:

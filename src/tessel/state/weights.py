@@ -18,16 +18,15 @@ from tessel.state.tensor_file import TensorFile, TensorFileWriter
 def save_weights(
     module: Module, path: str | os.PathLike[str], *, partition: Partition | None = None
 ) -> None:
-    """Write parameters and buffers as a file of safetensors, which holds nothing but tensors.
+    """Write parameters and buffers to a file of safetensors, which contains only tensors.
 
-    All workers call this. The file has the names and whole tensors of the model of plain torch,
-    and checksums, which other programs pass over. The first worker writes it, one tensor after the
-    other: no worker needs memory for more than one that is whole. The file has its name once it is
-    on the disk.
+    All workers call this. The file has the names and whole tensors of the model of plain torch, and
+    checksums, which other programs ignore. The first worker writes it tensor by tensor: no worker
+    needs memory for more than one whole tensor. The file gets its name once it is on the disk.
 
     Args:
-        module: the model, also one in `DistributedDataParallel`.
-        path: of the file, as "model.safetensors".
+        module: the model, possibly in `DistributedDataParallel`.
+        path: the path of the file, such as "model.safetensors".
         partition: the workers that hold one copy of it; None for those of its shards.
 
     >>> import tempfile, tessel
@@ -71,16 +70,17 @@ def save_weights(
 def load_weights(
     module: Module, path: str | os.PathLike[str], *, partition: Partition | None = None
 ) -> None:
-    """Read parameters and buffers from a file of safetensors, each worker what it holds.
+    """Read parameters and buffers from a file of safetensors, on each worker those that it holds.
 
-    All workers call this, and can read the file. It may be one of `save_weights`, for any `dim` and
-    any number of workers, or of another program, with the names of the model of plain torch. As in
-    `load_state_dict`, numbers are converted to the dtypes of the model. Of a tensor that is split
-    along its first dimension a worker reads its rows alone. Checksums are verified if the file has
-    them. If a worker cannot read what it needs all of them raise, and the model stays as it was.
+    All workers call this, and must be able to read the file. It may be one of `save_weights`, for
+    any `dim` and any number of workers, or of another program, with the names of the model of plain
+    torch. As in `load_state_dict`, numbers are converted to the dtypes of the model. If a tensor is
+    split along its first dimension, a worker reads only its rows. Checksums are verified if the
+    file has them. If a worker cannot read its values, all of them raise, and the model does not
+    change.
 
     Args:
-        module: the model, also one in `DistributedDataParallel`.
+        module: the model, possibly in `DistributedDataParallel`.
         path: of the file.
         partition: the workers that hold one copy of it; None for those of its shards.
 
