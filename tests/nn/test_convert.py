@@ -27,6 +27,7 @@ import tessel
 from parity import close, values
 from tessel import Layout, Partition
 from tessel.core import boxes
+from tessel.nn import convert
 from tessel.testing import count_traffic
 
 Shape = tuple[int, ...]
@@ -947,6 +948,49 @@ def check_parts_of_a_model_of_one_worker() -> None:
         close("output", y, mine(alone(whole).tanh(), layout), TOLERANCE)
 
 
+class Spreading(nn.Module):
+    """Makes spread tensors, in the middle, of what its layers get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = Partition((tessel.world().rank,), (1, 1, 1, 1))
+        y = tessel.Tensor(self.first(x), Layout.balanced(own, (2, 3, 6, 6)))
+        z: Tensor = self.last(input=y) + self.last(y)
+        return z.full() if isinstance(z, tessel.Tensor) else z
+
+
+def check_spread_inside_of_a_model_of_one_worker() -> None:
+    """Layers in a world of one take spread tensors that the model has made, too."""
+    alone = Spreading().double()
+    own = Partition((tessel.world().rank,), (1, 1, 1, 1))
+    spread = tessel.nn.distribute_module(copy.deepcopy(alone), own)
+    whole = values((2, 3, 8, 8), 1)
+    expected = 2 * alone.last(alone.first(whole))
+    close("output", spread(whole), expected, TOLERANCE)
+
+
+def check_looks_in_a_world_of_one() -> None:
+    """The outermost call looks at all modules, once; those in it are called at once."""
+    rank = tessel.world().rank
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()), nn.Conv2d(3, 2, 3))
+    tessel.nn.distribute_module(model, Partition((rank,), (1, 1, 1, 1)))
+    looks = []
+    inner, own = convert.Contents.__init__, convert.Contents
+    own.__init__ = lambda self, of: (looks.append(of), inner(self, of))[1]  # type: ignore
+    try:
+        model(torch.ones(1, 3, 8, 8))
+        model[0](torch.ones(1, 3, 8, 8))  # from outside again, as when a call has failed
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 1, 8, 8))
+        model[0](torch.ones(1, 3, 8, 8))
+    finally:
+        own.__init__ = inner  # type: ignore[method-assign]
+    assert [each is model for each in looks] == [True, False, True, False]
+
+
 CHECKS: Sequence[Callable[[], None]] = (
     *(check_state, check_kept, check_frozen, check_tied, check_one_layer, check_parts),
     *(check_copies, check_output_travels, check_evaluation, check_autocast, check_hooks),
@@ -964,6 +1008,7 @@ CHECKS: Sequence[Callable[[], None]] = (
     check_checkpoint_with_plain_tensors,
     *(check_one_agreement_for_several_inputs, check_own_forward, check_short_means),
     *(check_placeholders, check_parts_of_a_model_of_one_worker),
+    *(check_spread_inside_of_a_model_of_one_worker, check_looks_in_a_world_of_one),
 )
 
 

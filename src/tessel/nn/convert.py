@@ -364,10 +364,16 @@ class Contents:
                 modules[id(module)] = module
                 if module._modules:
                     waiting += [each for each in module._modules.values() if each is not None][::-1]
-        self._held = held = modules.values()
+        self._held = modules.values()
         self.is_split = False
-        self.parameters = _different([each._parameters.values() for each in held])
-        self.values = [*self.parameters, *_different([each._buffers.values() for each in held])]
+
+    @cached_property
+    def parameters(self) -> list[Any]:
+        return _different([each._parameters.values() for each in self._held])
+
+    @cached_property
+    def values(self) -> list[Any]:
+        return [*self.parameters, *_different([each._buffers.values() for each in self._held])]
 
     @cached_property
     def unentered(self) -> list[nn.Module]:
@@ -480,9 +486,17 @@ class Entrance(HasHandle):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # for a compiler all of this is one call: it does not support context variables
-        if is_dynamo_compiling() or running.get() is None:
+        if is_dynamo_compiling():
             return self.from_outside(*args, **kwargs)
-        return self.from_inside(*args, **kwargs)
+        if running.get() is not None:
+            return self.from_inside(*args, **kwargs)
+        # The outermost call has looked at all modules: a look of each one at those in it would
+        # take longer than many a layer.
+        inside = alone.get()
+        is_inside = inside is not None and inside == (self.conversion, _active_ddp())
+        if is_inside and not any(map(is_spread, _tensors_given(args, kwargs))):
+            return self.forward(*args, **kwargs)
+        return self.from_outside(*args, **kwargs)
 
     def from_inside(self, *args: Any, **kwargs: Any) -> Any:
         """A call by the model's own code."""
@@ -521,7 +535,7 @@ class Entrance(HasHandle):
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
         if P_x.size == 1 and not spread:
-            with setting(alone, True):
+            with setting(alone, (self.conversion, _active_ddp())):
                 return self.forward(*args, **kwargs)
         if is_traced():
             if wrappers:
@@ -713,6 +727,16 @@ class Entrance(HasHandle):
             return SpreadTensor(part.view_as(value), layout)
 
         return nested(enter, (args, kwargs))
+
+
+_active_ddp = DistributedDataParallel._get_active_ddp_module
+
+
+def _tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    """All tensors among arguments; at once for what most layers get."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        return args
+    return tensors_in(args, kwargs)
 
 
 @constant_in_graphs  # not even the module itself may be looked at by Dynamo

@@ -27,8 +27,9 @@ from tessel.transport import kept_in_job
 AgreedInput = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
 
-# true while a converted model runs whose tensors one worker has: its layers are then torch's own
-alone: ContextVar[bool] = ContextVar("alone", default=False)
+# Of the converted model that runs, if one worker has all of its tensors: its conversion, and the
+# module of DDP that called it. Its layers are then torch's own.
+alone: ContextVar[tuple[Any, Any] | None] = ContextVar("alone", default=None)
 
 
 def parts_agreement(
@@ -180,7 +181,7 @@ class Layer(HasHandle):
     @in_graphs()
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         group = self._group or self.prepare()
-        if self.is_converted and len(group.workers) == 1 and alone.get():
+        if self.is_converted and len(group.workers) == 1 and alone.get() is not None:
             return self.torch_forward(input, *args, **settings)
         # Spread tensors have a layout. Only for parts an agreement is needed, since each worker
         # knows its own.
