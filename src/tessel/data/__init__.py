@@ -1,7 +1,7 @@
 """Data in parts: each worker reads its box of a sample, and writes its box of a tensor.
 
-It may import `state`, which knows checkpoints of `torch.distributed.checkpoint`, and packages below
-it. zarr and h5py are imported when a file of theirs is opened.
+It may import `state`, which reads and writes checkpoints of `torch.distributed.checkpoint`, and
+packages below it. zarr and h5py are imported when one of their files is opened.
 """
 
 from tessel.data.dataset import PartDataset as PartDataset

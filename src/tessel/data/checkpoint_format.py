@@ -18,7 +18,7 @@ ALONE = "tensor"  # the name of a tensor that is in no dict
 
 
 class CheckpointFormat(Format):
-    """A checkpoint with the names that torch gives to values in dicts of dicts."""
+    """Checkpoints with torch's names of values in dicts of dicts."""
 
     marks = (".metadata",)
 
@@ -72,7 +72,7 @@ class CheckpointFormat(Format):
 
 
 def _entries(folder: Path) -> dict[Keys, tuple[str, Any]]:
-    """What a checkpoint has, with its name there, by where it was in dicts of dicts."""
+    """The entries of a checkpoint with their names, by their keys in dicts of dicts."""
     entries, paths = stored_in(folder)
     found = {}
     for name, entry in entries.items():

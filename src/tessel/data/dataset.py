@@ -1,4 +1,4 @@
-"""Datasets in parts: of each sample a worker reads its box."""
+"""Datasets in parts: a worker reads its box of each sample."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from tessel.tensor.create import Where
 
 @dataclass(frozen=True)
 class SamplePart:
-    """Which part of which sample a transform has.
+    """The part and the sample that a transform gets.
 
     Attributes:
-        index: of the sample.
-        boxes: where the parts lie in the sample, with their halos; in the form of the sample.
-        generator: the same for all parts of a sample, and another in each epoch.
+        index: the index of the sample.
+        boxes: the boxes of the parts in the sample, with their halos; in the structure of the
+            sample.
+        generator: a generator that is the same for all parts of a sample, and differs between
+            epochs.
     """
 
     index: int
@@ -35,25 +37,25 @@ class SamplePart:
 
 
 class PartDataset(Dataset[Any]):
-    """A dataset that gives this worker its box of each sample.
+    """A dataset that returns this worker's box of each sample.
 
-    `dataset[index]` is this worker's part of each array of a sample, in the form of `sources`: a
-    tensor, a tuple, a dict. It reads, and never communicates, so that threads and the processes of
-    a `torch.utils.data.DataLoader` can do so. `PartLoader` makes batches of spread tensors of it.
+    `dataset[index]` is this worker's part of each array of a sample, in the structure of `sources`:
+    a tensor, a tuple, a dict. It reads and never communicates, so that threads and the processes of
+    a `torch.utils.data.DataLoader` can use it. `PartLoader` makes batches of spread tensors from
+    it.
 
     The last axes of a grid split the last dimensions of a sample, as broadcasting would match them:
-    on a grid [2, 1, 4, 1], images (C, H, W) and labels (H, W) lie alike, and a single number is
-    on every worker. The first axis splits batches, unless it splits a dimension of a sample.
+    on a grid [2, 1, 4, 1], images (C, H, W) and labels (H, W) are split alike, and a single number
+    is on every worker. The first axis splits batches, unless it splits a dimension of a sample.
 
     Args:
         sources: a `Source`, or tuples and dicts of them, of one length.
-        where: a grid; or the layout of a sample; or one of these for each source. Axes of a layout
-            that split no dimension, and not the batch, have copies.
-        transform: `transform(sample, place)` gives a sample with the same shapes and dtypes, from
-            this worker's parts and a `SamplePart`. Random numbers come from `place.generator`.
-        halo: how much around its part a worker reads for the transform, `(before, after)` for each
-            dimension of a sample; or that for each source, or None. What the transform gives there
-            is dropped.
+        where: a grid; or the layout of a sample; or one of these for each source. Along axes of a
+            layout that split no dimension, and not the batch, there are copies.
+        transform: `transform(sample, place)` returns a sample with the same shapes and dtypes, from
+            this worker's parts and a `SamplePart`. Draw random numbers from `place.generator`.
+        halo: the halo that a worker reads for the transform, `(before, after)` for each dimension
+            of a sample; or that for each source, or None. The transform's result there is dropped.
 
     >>> import numpy, tessel
     >>> images, labels = numpy.ones((5, 3, 8, 8)), numpy.arange(5)
@@ -74,8 +76,8 @@ class PartDataset(Dataset[Any]):
     ) -> None:
         self._sources: list[Source]
         self._sources, form = tree_flatten(sources)
-        # The place of each source among them, in their form: all that has this form, as samples,
-        # parts and layouts, is put into lists by it, and back.
+        # The position of each source, in their structure: samples, parts and layouts in this
+        # structure are converted to lists with it, and back.
         self._form = tree_unflatten([*range(len(self._sources))], form)
         if not self._sources or not all(isinstance(each, Source) for each in self._sources):
             raise TypeError(
@@ -101,7 +103,7 @@ class PartDataset(Dataset[Any]):
         self._layouts: dict[tuple[int, Shape], Layout] = {}
 
     def _for_each(self, given: Any) -> list[Any]:
-        """What is given in the form of the sources, for each of them."""
+        """The items of an argument in the structure of the sources, as a list."""
         try:
             return tree_structure(self._form).flatten_up_to(given)
         except ValueError as error:
@@ -119,11 +121,11 @@ class PartDataset(Dataset[Any]):
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Those of the arrays of a sample."""
+        """The dtypes of the arrays of a sample."""
         return [each.dtype for each in self._sources]
 
     def layouts(self, index: int) -> list[Layout]:
-        """How the arrays of a sample lie, in which all other axes have shared copies."""
+        """The layouts of the arrays of a sample, with shared copies along all other axes."""
         found = []
         for number, (source, where) in enumerate(zip(self._sources, self._where, strict=True)):
             shape = tuple(source.shape_of(index))
@@ -153,7 +155,7 @@ class PartDataset(Dataset[Any]):
         return None if 0 in used or not self.partition.dim else 0
 
     def batch_layouts(self, indices: Sequence[int]) -> list[Layout]:
-        """How the arrays of a batch of these samples lie: (batch, …)."""
+        """The layouts of the arrays of a batch of these samples: (batch, …)."""
         first, *others = indices
         layouts = self.layouts(first)
         for index in others:
@@ -186,7 +188,7 @@ class PartDataset(Dataset[Any]):
         """This worker's part of a sample.
 
         Args:
-            index: of the sample.
+            index: the index of the sample.
             seed: of the generator of its transform.
         """
         if not 0 <= index < len(self):
@@ -205,7 +207,7 @@ class PartDataset(Dataset[Any]):
                 assert box is not None
                 found.append(box)
             parts.append(source.read(index, read[-1]))
-        # Where nobody has values there is nothing to transform, which many functions would refuse.
+        # Without any values there is nothing to transform, and many functions would raise.
         if self._transform is not None and any(part.numel() for part in parts):
             place = SamplePart(index, self._formed(read), torch.Generator().manual_seed(seed))
             made = self._for_each(self._transform(self._formed(parts), place))
@@ -221,7 +223,7 @@ class PartDataset(Dataset[Any]):
                         "x[:, None]"
                     )
             parts = [each.detach() for each in made]
-        # The halo was for the transform: this worker keeps what it made of its own part.
+        # The halo was for the transform: this worker keeps only its own part of the result.
         cropped = (
             part[boxes.within(box, around)].contiguous()
             for part, box, around in zip(parts, own, read, strict=True)

@@ -1,6 +1,6 @@
 """Spread tensors in files: each worker writes its box, and reads that of any other layout.
 
-A folder gets its name when all workers have written all of it, so that there is never half of one.
+A folder gets its name when all workers have written all of it, so that it is never incomplete.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OTHERS = (".pt", ".pth", ".ckpt", ".npy", ".npz", ".h5", ".hdf5", ".safetensors"
 def save(
     x: Any, path: str | os.PathLike[str], *, chunks: Sequence[int] | Mapping[str, Any] | None = None
 ) -> None:
-    """Write a spread tensor, or dicts of them, into a folder, each worker its box.
+    """Write a spread tensor, or dicts of them, to a folder, on each worker its box.
 
     `tessel.load` reads it in any layout on any number of workers. A path that ends in `.zarr` gets
-    the format of zarr (version 3): an array, or groups for dicts. Workers write whole chunks, for
-    which boxes move to the borders of chunks first. Any other folder gets a checkpoint of
-    `torch.distributed.checkpoint`, in which a tensor that is alone has the name "tensor".
+    the format of zarr (version 3): an array, or groups for dicts. Workers write whole chunks, so
+    boxes are first moved to the borders of chunks. Any other folder gets a checkpoint of
+    `torch.distributed.checkpoint`, in which a single tensor has the name "tensor".
 
     All workers of the job call this, and share the file system. What the folder held before, zarr
     or a checkpoint, is replaced when all of the new one is written. If a worker cannot write its
@@ -47,9 +47,9 @@ def save(
 
     Args:
         x: a spread tensor; a plain one, which all workers have alike; or dicts of them, in dicts.
-        path: of the folder.
-        chunks: of zarr: the lengths of chunks along each dimension, or dicts of those in the form
-            of x; None to let them follow the layout.
+        path: the path of the folder.
+        chunks: for zarr, the lengths of chunks along each dimension, or dicts of those in the
+            structure of x; None for chunks that follow the layout.
 
     >>> import tempfile, tessel
     >>> x = tessel.arange(6, where=tessel.world())
@@ -91,18 +91,18 @@ def load(
     *,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Read what `tessel.save`, or another program, has written, each worker its box.
+    """Read a folder of `tessel.save`, or of another program, on each worker its box.
 
-    All workers of the job call this. If one cannot read its box all of them raise. Tensors need
-    gradients if they did so when they were written, and have no history.
+    All workers of the job call this. If one cannot read its box, all of them raise. Tensors require
+    gradients if they did when they were written, and have no history.
 
     Args:
-        path: of a folder of zarr, or of a checkpoint of `torch.distributed.checkpoint`; nothing
-            that is in its files is executed.
+        path: the path of a folder of zarr, or of a checkpoint of `torch.distributed.checkpoint`;
+            nothing in its files is executed.
         where: a layout; a partition, whose axis d splits dimension d; or dicts of those, in the
-            form of what was written. What has none is plain, and whole on every worker. In dicts, a
-            partition is for tensors with as many dimensions as it has axes.
-        device: where to bring parts; None to leave them in memory.
+            structure of the folder. Tensors without one are plain, and whole on every worker. In
+            dicts, a partition applies to tensors with as many dimensions as it has axes.
+        device: the device of the parts; None for the CPU.
 
     >>> import tempfile, tessel, torch
     >>> path = tempfile.mkdtemp() + "/checkpoint"
@@ -125,13 +125,15 @@ def load(
             place = said_of(keys, where)
             if isinstance(place, Mapping):
                 raise ValueError(f"{'/'.join(keys) or 'this'} is a tensor, got a dict as where=")
-            # In dicts, a partition is for the tensors that have a dimension for each of its axes.
+            # In dicts, a partition applies to the tensors that have a dimension for each of its
+            # axes.
             is_other = isinstance(place, Partition) and place.dim != len(each.shape)
             is_plain = place is None or (keys and is_other)
             targets[keys] = None if is_plain else layout_on(place, each.shape)
         listing = {keys: getattr(each, "identity", None) for keys, each in targets.items()}
         facts.append(f"{stored} {listing} {kind_of(device)}")
-    # Only now is it sure that all workers ask for the same: each reads its box without the others.
+    # Only now all workers have verified that their calls agree: each reads its box without the
+    # others.
     with together(call):
         whole = {keys: shared_whole(world(), each.shape) for keys, each in stored.items()}
         parts = form.read(folder, {keys: targets[keys] or whole[keys] for keys in stored})
@@ -144,7 +146,7 @@ def load(
 
 
 def _spread(keys: Keys, value: Any) -> Tensor:
-    """A tensor as one that knows its layout; a plain one is whole on all workers."""
+    """A tensor as a spread tensor; a plain one is whole on all workers."""
     if type(value) in converters:
         value = converters[type(value)](value, None)
     if not isinstance(value, Tensor):
@@ -184,7 +186,7 @@ def _check_alike(call: str, plain: Mapping[Keys, torch.Tensor]) -> None:
 
 
 def _check_names(what: str, given: Mapping[str, Any], known: Mapping[Keys, Any]) -> None:
-    """Raise if something is said of tensors that are not there."""
+    """Raise if an argument names tensors that do not exist."""
     for keys, _ in flattened(given):
         if not any(keys == each[: len(keys)] for each in known):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Formats: how tensors of which each worker has a box are kept in a folder."""
+"""Formats: how tensors of which each worker has a box are stored in a folder."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def nested(found: Mapping[Keys, Any]) -> Any:
 
 
 def said_of(keys: Keys, given: Any) -> Any:
-    """What is given for one tensor, in dicts of the same form, or for all; None if nothing is."""
+    """The argument for one tensor, from dicts of the same structure or for all; None if none."""
     for key in keys:
         given = given.get(key) if isinstance(given, Mapping) else given
     return given
 
 
 class Stored(NamedTuple):
-    """What a folder says of one of its tensors."""
+    """The description of a tensor in a folder."""
 
     shape: Shape
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Stored(NamedTuple):
 class Format(ABC):
     """A format of folders. Only `write` communicates."""
 
-    marks: ClassVar[tuple[str, ...]]  # files by which its folders are known
+    marks: ClassVar[tuple[str, ...]]  # files by which its folders are recognised
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
@@ -69,11 +69,11 @@ class Format(ABC):
         return any((folder / name).exists() for name in cls.marks)
 
     def save(self, call: str, folder: Path, state: NamedTensors) -> None:
-        """Write a folder under another name, which gets its own when all workers have written it.
+        """Write a folder under another name, and rename it when all workers have written it.
 
-        What had the name is removed then, and not before. All workers raise if one cannot.
+        Only then anything with its name is removed. All workers raise if one fails.
         """
-        # in the folder of the first worker, as others may have another working directory
+        # the folder of the first worker, since others may have another working directory
         first = Path(next(iter(tell(world(), str(folder)).values())))
         prepare = partial(self.prepare, state=state)
         with whole_folder(call, first, world(), prepare) as (unfinished, _):
@@ -81,21 +81,21 @@ class Format(ABC):
 
     @abstractmethod
     def check(self, state: NamedTensors) -> None:
-        """Raise if there is something that it cannot keep, or no package for it."""
+        """Raise if it cannot store something, or if its package is missing."""
 
     def prepare(self, folder: Path, state: NamedTensors) -> None:  # noqa: B027  # there may be nothing
-        """Make what is in the folder before workers write, on the first worker."""
+        """Create the contents of the folder before workers write, on the first worker."""
 
     @abstractmethod
     def write(self, folder: Path, state: NamedTensors) -> None:
-        """Write this worker's boxes, on all workers at once.
+        """Write this worker's boxes, on all workers together.
 
-        What goes wrong is raised at the end, as others wait for this worker's parts before.
+        Errors are raised at the end, since others wait for this worker's parts before.
         """
 
     @abstractmethod
     def stored(self, folder: Path) -> dict[Keys, Stored]:
-        """What a folder has."""
+        """The descriptions of the tensors in a folder."""
 
     @abstractmethod
     def read(self, folder: Path, layouts: Mapping[Keys, Layout]) -> dict[Keys, torch.Tensor]:

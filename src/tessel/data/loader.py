@@ -23,30 +23,31 @@ Outcome = Callable[[], SampleParts | None]
 
 
 class Request(NamedTuple):
-    """What a worker reads of a batch: samples, and the seeds of their transforms."""
+    """The samples of a batch that a worker reads, and the seeds of their transforms."""
 
     indices: list[int]
     seeds: list[int]
 
 
 class PartLoader:
-    """Batches of a `PartDataset` as spread tensors, in the form of its sources.
+    """Batches of a `PartDataset` as spread tensors, in the structure of its sources.
 
-    A batch is what one process would have: `batch_size` counts the samples of all workers. Along
-    the first axis of the grid each worker reads its share of the samples, along the others its box
-    of each. `x.local` is this worker's part, for layers that take parts.
+    A batch is that of one process: `batch_size` counts the samples of all workers. Along the first
+    axis of the grid each worker reads its share of the samples, along the others its box of each.
+    `x.local` is this worker's part, for layers that take parts.
 
-    All workers make a loader, and iterate over it, together. If one cannot read its part all of
-    them raise, also if the file of one has another shape or dtype.
+    All workers make a loader, and iterate over it, together. If one cannot read its part, or finds
+    another shape or dtype in its file, all of them raise.
 
     Args:
         dataset: a `PartDataset`.
-        batch_size, shuffle, sampler, seed, drop_last: as of `PartSampler`.
-        num_workers: processes that read for this worker, by torch's `DataLoader`; 0 for a thread.
-        prefetch_factor: batches that are read ahead, by each process if there are some; 0, with a
-            thread, for none. Each takes the memory of this worker's part.
-        pin_memory: read into pinned memory, from which copies to a GPU are asynchronous.
-        device: where to bring parts; None to leave them in memory.
+        batch_size, shuffle, sampler, seed, drop_last: see `PartSampler`.
+        num_workers: the number of processes that read for this worker, by torch's `DataLoader`; 0
+            for a thread.
+        prefetch_factor: the number of batches that are read ahead, by each process if there are
+            any; with a thread, 0 for none. Each takes the memory of this worker's part.
+        pin_memory: whether to read into pinned memory, from which copies to a GPU are asynchronous.
+        device: the device of the parts; None for the CPU.
         multiprocessing_context: how processes are started, as in torch's `DataLoader`.
 
     >>> import numpy, tessel
@@ -103,7 +104,7 @@ class PartLoader:
 
     @property
     def epoch(self) -> int:
-        """Which epoch it is, or comes next."""
+        """The current epoch, or the next one."""
         return self.sampler.epoch
 
     def __len__(self) -> int:
@@ -115,15 +116,15 @@ class PartLoader:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch is, after the batch that was given last; the same on all workers."""
+        """The position in the epoch, after the last batch; the same on all workers."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from there, also on another number of workers."""
+        """Make the next iteration resume there, also on another number of workers."""
         self.sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
-        # Requests run ahead of the batches that are given, by as many as are read ahead.
+        # Requests are ahead of the batches by the number of prefetched ones.
         batches, copies = tee(self.sampler.batches())
         seed, epoch = self.sampler.seed, self.sampler.epoch
         requests = (
@@ -131,14 +132,14 @@ class PartLoader:
             for own in map(self.sampler.local, copies)
         )
         with closing(self._outcomes(requests)) as outcomes:
-            # batches first: those of processes do not end
+            # batches first: the outcomes of processes do not end
             for batch, outcome in zip(batches, outcomes, strict=False):
                 with together(f"tessel.data: samples {batch} of epoch {self.epoch}") as facts:
                     layouts = self.dataset.batch_layouts(batch)
                     facts.append(repr([each.shape for each in layouts]))
                     kinds = zip(layouts, self.dataset.dtypes, strict=True)
                     parts = outcome() or [torch.empty(a.local_shape, dtype=b) for a, b in kinds]
-                    if self._device is not None:  # where there may be no room
+                    if self._device is not None:  # there may be too little memory
                         parts = [each.to(self._device, non_blocking=True) for each in parts]
                 found = [Tensor(*each) for each in zip(parts, layouts, strict=True)]
                 self.sampler.advance(batch)
@@ -146,7 +147,7 @@ class PartLoader:
         self.sampler.finish()
 
     def _outcomes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
-        """For each batch what returns its parts, read by processes, by a thread, or when asked."""
+        """For each batch a function that returns its parts, from processes, a thread, or directly."""
 
         def by_processes() -> Iterator[SampleParts | None]:
             yield from DataLoader(
@@ -161,12 +162,12 @@ class PartLoader:
             )
 
         if self._processes:
-            # They start when the first batch is asked for, where an error is told to all.
+            # They start with the first batch, where an error is reported to all.
             yield from repeat(partial(next, by_processes()))
         if not self._ahead:
             yield from (partial(self._read, request) for request in requests)
             return
-        # a thread has a device of its own, the first one, on which pinning would start CUDA
+        # a thread has its own current device, the first one, on which pinning would start CUDA
         use = partial(torch.accelerator.set_device_index, self._index)
         executor = ThreadPoolExecutor(1, "tessel.data", use if self._pins else None)
         ahead: deque[Future[SampleParts | None]] = deque()

@@ -1,4 +1,4 @@
-"""Samplers: which samples make up a batch, the same on all workers."""
+"""Samplers: the samples of each batch, the same on all workers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from tessel.tensor.shared_random import common_number
 class PartSampler(Sampler[list[int]]):
     """The samples of which this worker reads its box, batch by batch: a batch sampler.
 
-    All workers go through the same batches in the same order, whatever their random generators
-    say. Of each batch, workers along `batch_axis` of the grid take their balanced share, and all
-    others the same. All workers of the job make a sampler, and iterate over it, together.
+    All workers iterate over the same batches in the same order, for any state of their random
+    generators. Workers along `batch_axis` of the grid take their balanced shares of each batch, and
+    all others the same. All workers of the job make a sampler, and iterate over it, together.
 
-    Each iteration is an epoch, and shuffles anew. `state_dict` says how far the epoch is, in
-    samples: it is the same on all workers, and on another number of them the epoch goes on there.
+    Each iteration is an epoch, and shuffles again. `state_dict` has the position in the epoch, in
+    samples: it is the same on all workers, and the epoch can continue on another number of them.
 
     Args:
         length: the number of samples.
         partition: the grid.
         batch_size: the number of samples in a batch, over all workers.
-        shuffle: a new random order in each epoch.
-        sampler: gives the order of an epoch, as those of torch do; that of the first worker counts.
-        seed: of random orders, the same on all workers; None for a number that the first draws.
-        drop_last: leave out a last batch of fewer samples.
+        shuffle: whether each epoch has a new random order.
+        sampler: a sampler of torch that returns the order of an epoch; that of the first worker is
+            used.
+        seed: the seed of random orders, the same on all workers; None for a number that the first
+            draws.
+        drop_last: whether to drop a last batch with fewer samples.
         batch_axis: the axis that splits batches; None if all workers have a part of each sample.
 
     >>> import tessel
@@ -82,7 +84,7 @@ class PartSampler(Sampler[list[int]]):
         # In samples, not in batches: a resumed epoch may have another batch size, or other workers.
         self._taken = 0
         self._resumes = False
-        self._order: list[int] | None = None  # of this epoch, as the sampler gave it
+        self._order: list[int] | None = None  # of this epoch, from the sampler
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch."""
@@ -97,13 +99,13 @@ class PartSampler(Sampler[list[int]]):
         self._order = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch is: after the batch that was given last."""
+        """The position in the epoch, after the last batch."""
         state = {"seed": self.seed, "epoch": self.epoch, "taken": self._taken}
         form = {"length": self.length, "shuffle": self.shuffle}
         return {**state, **form, "order": None if self._order is None else list(self._order)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` was called; all workers do so."""
+        """Make the next iteration resume where `state_dict` was called; all workers must do so."""
         for name in ("length", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ValueError(
@@ -121,14 +123,14 @@ class PartSampler(Sampler[list[int]]):
         self._taken, self._order, self._resumes = state["taken"], state["order"], True
 
     def batches(self) -> Iterator[list[int]]:
-        """The rest of this epoch, or the next one: whole batches, as all workers have them."""
-        if not self._resumes and self._taken:  # the last iteration was left before its end
+        """The rest of this epoch, or the next one, as whole batches, the same on all workers."""
+        if not self._resumes and self._taken:  # the last iteration was not completed
             self.set_epoch(self.epoch + 1)
         self._resumes = False
         with together("the beginning of an epoch of tessel.data") as facts:
             facts.append(f"seed {self.seed}, epoch {self.epoch} from sample {self._taken} on")
         if self.sampler is not None:
-            if self._order is None:  # not that of an epoch that goes on
+            if self._order is None:  # not in a resumed epoch
                 everyone = world()
                 with together("the sampler of tessel.data"):  # others would wait for the order
                     own = [int(index) for index in self.sampler] if everyone.rank == 0 else []
@@ -138,7 +140,7 @@ class PartSampler(Sampler[list[int]]):
                 self._order = tell(everyone, own)[0]
             order = torch.tensor(self._order, dtype=torch.int64, device="cpu")
         elif self.shuffle:
-            # By the seed and the epoch: nobody has to send an order, or to remember the last one.
+            # By the seed and the epoch: no order has to be sent, or to be remembered.
             generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
             order = torch.randperm(self.length, generator=generator, device="cpu")
         else:
@@ -160,7 +162,7 @@ class PartSampler(Sampler[list[int]]):
         return batch[slice(*boxes.balanced_part(len(batch), parts, place))]
 
     def advance(self, batch: list[int]) -> None:
-        """Note that a batch was given."""
+        """Record that a batch was returned."""
         self._taken += len(batch)
 
     def finish(self) -> None:
@@ -175,5 +177,5 @@ class PartSampler(Sampler[list[int]]):
 
 
 def mixed(*numbers: int) -> int:
-    """A seed from several numbers, far from that of other ones."""
+    """A seed from several numbers, very different for other numbers."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "big")

@@ -21,16 +21,16 @@ HDF5 = (".h5", ".hdf5", ".hdf")
 
 
 class Source(ABC):
-    """Samples of which any box can be read, without the rest.
+    """Samples of which any box can be read without the rest.
 
-    A class of your own has `__len__`, `dtype`, `shape_of` and `fetch`; `FromFunction` takes a
+    A subclass implements `__len__`, `dtype`, `shape_of` and `fetch`; `FromFunction` takes a
     function instead.
     """
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of what is read."""
+        """The dtype of the values."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Source(ABC):
         """The values in a box, which is not empty, of a sample: an array or a tensor."""
 
     def read(self, index: int, box: Box) -> torch.Tensor:
-        """The values in a box of a sample, in memory of their own; of an empty box nothing is read.
+        """The values in a box of a sample, in their own memory; an empty box is not read.
 
         Args:
             index: of the sample.
@@ -64,7 +64,7 @@ class Source(ABC):
         )
         if not fits:
             raise IndexError(f"the box {box} is out of bounds for sample {index} of shape {shape}")
-        # A function of a user need not know about empty boxes, which workers at the end may have.
+        # A user's function need not handle empty boxes, which the last workers may have.
         if 0 in extent(box):
             return torch.empty(extent(box), dtype=self.dtype)
         found = as_tensor(self.fetch(index, box))
@@ -85,10 +85,10 @@ class FromFunction(Source):
     """Samples that a function reads.
 
     Args:
-        read: `read(index, box)` gives a new array or tensor of the values in a box, an interval
+        read: `read(index, box)` returns a new array or tensor of the values in a box, an interval
             `(start, stop)` for each dimension. It is not called for empty boxes.
-        shape: of each sample, or a function that gives that of the sample with an index.
-        dtype: what values are converted to.
+        shape: the shape of each sample, or a function of the index that returns it.
+        dtype: the dtype to which values are converted.
         length: the number of samples.
 
     >>> import tessel, torch
@@ -124,14 +124,14 @@ class FromFunction(Source):
 
 
 class FromArrays(Source):
-    """Samples of which each is an array of its own, as a volume in a file is; sizes may differ.
+    """Samples that are separate arrays, such as volumes in files; their sizes may differ.
 
     Args:
-        arrays: for each sample something with shape, dtype and slices (`np.memmap`, `zarr.Array`,
+        arrays: for each sample an object with shape, dtype and slices (`np.memmap`, `zarr.Array`,
             `h5py.Dataset`), the path of one (`.npy`, `.zarr`, `.h5`), or a function that opens one.
-            What has a path is opened by each process that reads it, when it first does.
-        key: of the array in files that hold several.
-        dtype: what values are converted to; None for that of the first array.
+            Each process opens a path when it first reads it.
+        key: the key of the array in files that contain several.
+        dtype: the dtype to which values are converted; None for that of the first array.
 
     >>> import numpy, tessel
     >>> source = tessel.data.FromArrays([numpy.ones((4, 3)), numpy.zeros((2, 3))])
@@ -169,9 +169,9 @@ class FromArray(FromArrays):
     """Samples that are one array, whose first dimension counts them.
 
     Args:
-        array: as those of `FromArrays`.
-        key: of the array in a file that holds several.
-        dtype: what values are converted to; None for that of the array.
+        array: an array like those of `FromArrays`.
+        key: the key of the array in a file that contains several.
+        dtype: the dtype to which values are converted; None for that of the array.
 
     >>> import numpy, tessel, torch
     >>> source = tessel.data.FromArray(numpy.arange(6).reshape(3, 2), dtype=torch.float32)
@@ -205,7 +205,7 @@ class LazyArray:
 
     Args:
         array: the array, a path, or a function that opens one.
-        key: of the array in the file.
+        key: the key of the array in the file.
     """
 
     def __init__(self, array: Any, key: str | None = None) -> None:
@@ -213,15 +213,15 @@ class LazyArray:
         self._array, self._process = array, 0
         # Asked for once, before forks: shape and dtype need no open file later.
         self._facts: tuple[Shape, torch.dtype] | None = None
-        h5py = sys.modules.get("h5py")  # who has an array of it has imported it
+        h5py = sys.modules.get("h5py")  # imported if there is one of its arrays
         if isinstance(array, str | os.PathLike):
             self._open = partial(open_file, os.fspath(array), key)
         elif key is not None:
             raise TypeError(f"key= selects an array in a file, and cannot be used with {array!r}")
         elif h5py is not None and isinstance(array, h5py.Dataset):
-            if Path(array.file.filename).exists():  # not one in memory alone
+            if Path(array.file.filename).exists():  # not one in memory only
                 self._open = partial(_open_hdf5, array.file.filename, array.name)
-        # A view of a memmap has no offset of its own in the file, and cannot be opened again.
+        # A view of a memmap does not have its own offset in the file, and cannot be opened again.
         elif isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
             kind: dict[str, Any] = {"dtype": array.dtype, "shape": array.shape}
             kind["order"] = "C" if array.flags.c_contiguous else "F"
@@ -252,7 +252,7 @@ class LazyArray:
                     f"function that opens it, got {array!r}"
                 )
             self._facts = tuple(map(int, array.shape)), torch_dtype(array.dtype)
-            # Not kept: HDF5 gives a process that is forked from here the same open file.
+            # Not kept: HDF5 would share the open file with forked processes.
             if self._open is not None and hasattr(array, "file"):
                 array.file.close()
         return self._facts
@@ -273,7 +273,7 @@ class LazyArray:
 
 
 def open_file(path: str, key: str | None) -> Any:
-    """The array in a file, by what the file is."""
+    """The array in a file, by the type of the file."""
     if path.endswith(".npy"):
         if key is not None:
             raise ValueError(f"{path} holds one array, got the key {key!r}")
@@ -296,7 +296,7 @@ def _open_hdf5(path: str, key: str) -> Any:
 
 
 def needed(package: str, path: object) -> Any:
-    """An optional package, or ImportError that says how to get it."""
+    """An optional package, or an ImportError that says how to install it."""
     try:
         return __import__(package)
     except ImportError as error:
@@ -316,10 +316,10 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def as_tensor(found: Any) -> torch.Tensor:
-    """A tensor of what was read, in memory of its own and not in that of another array."""
+    """A tensor of the values that were read, in its own memory."""
     if isinstance(found, torch.Tensor):
-        # A view may not be known as one in inference mode. Memory that torch has not allocated, as
-        # of an array of numpy, cannot be resized.
+        # In inference mode a view may not be marked as one. Memory that torch has not allocated,
+        # such as that of an array of numpy, cannot be resized.
         is_own = not found._is_view() and not found.is_inference()
         is_own = is_own and found.untyped_storage().resizable()
         return found.detach() if is_own else found.detach().clone()

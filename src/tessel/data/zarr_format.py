@@ -15,16 +15,16 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.data.formats import Format, Keys, NamedTensors, Stored, part_in, said_of
 from tessel.data.sources import as_tensor, needed, torch_dtype
 
-LIMIT = 8 << 20  # bytes of a chunk whose size nobody has said
-NOTES = "tessel"  # the attribute with what zarr does not say
-BITS = {torch.bfloat16: torch.uint16}  # what zarr has no dtype for, and as what it is kept
+LIMIT = 8 << 20  # default bytes of a chunk
+NOTES = "tessel"  # the attribute for what zarr cannot describe
+BITS = {torch.bfloat16: torch.uint16}  # dtypes that zarr lacks, and those in which they are stored
 
 
 class ZarrFormat(Format):
-    """zarr's format, version 3, with chunks that follow the layouts of tensors.
+    """The format of zarr, version 3, with chunks that follow the layouts of tensors.
 
     Args:
-        chunks: the lengths of chunks, or dicts of those; None for what fits the layout.
+        chunks: the lengths of chunks, or dicts of those; None for chunks that fit the layout.
     """
 
     marks = ("zarr.json", ".zarray", ".zgroup")
@@ -60,7 +60,7 @@ class ZarrFormat(Format):
                 chunks=self._lengths(keys, x),
                 dtype=_numpy_dtype(x.dtype),
                 attributes={NOTES: notes} if notes else None,
-                # chunks of -0.0, too, which equal those of the 0.0 that are not written
+                # also chunks of -0.0, which are equal to those of 0.0 that would be skipped
                 config={"write_empty_chunks": True},
             )
 
@@ -69,8 +69,9 @@ class ZarrFormat(Format):
         problem: Exception | None = None
         for keys, x in state.items():
             layout = self._aligned(keys, x)
-            # Whole chunks: two workers that write one chunk would each lose what the other wrote.
-            part = part_in(layout, x)  # also after an error, as others wait for it
+            # Whole chunks: of two workers that write one chunk, each would overwrite the other's
+            # values.
+            part = part_in(layout, x)  # even after an error, since others wait for it
             if not layout.counts or not part.numel() or problem is not None:
                 continue
             try:
@@ -79,7 +80,7 @@ class ZarrFormat(Format):
                 plain = part.cpu().resolve_conj().resolve_neg().contiguous()
                 kept = plain.view(BITS.get(part.dtype, part.dtype))
                 array[layout.local_slice() or ...] = kept.numpy()
-            except Exception as error:  # whatever the storage raises is told to all workers
+            except Exception as error:  # any exception of the storage is reported to all workers
                 problem = error
         if problem is not None:
             raise problem
@@ -129,7 +130,7 @@ class ZarrFormat(Format):
         return tuple(found)
 
     def _aligned(self, keys: Keys, x: Any) -> Layout:
-        """The layout of a tensor with borders at those of chunks: balanced numbers of chunks."""
+        """The layout of a tensor with borders between chunks: balanced numbers of chunks."""
         layout: Layout = x.layout
         cuts = []
         for cut, n, chunk in zip(layout.cuts, x.shape, self._lengths(keys, x), strict=True):
