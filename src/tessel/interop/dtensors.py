@@ -1,12 +1,12 @@
-"""DTensors: spread tensors as torch's own, and back, without a copy.
+"""DTensors: conversion of spread tensors to torch's and back, without a copy.
 
-A mesh is a partition, and a placement says of one axis what a layout does:
+A mesh is a partition, and a placement describes one axis of a layout:
 
     Shard(d)       the axis splits dimension d, as `torch.chunk` does
     Replicate()    shared copies
-    Partial()      separate copies, whose sum is meant
+    Partial()      separate copies, which represent their sum
 
-Both also agree on gradients: that of a replicated value is whole on each worker, and so is that of
+Gradients also correspond: that of a replicated value is whole on each worker, and so is that of
 each summand.
 """
 
@@ -26,16 +26,16 @@ from tessel.transport import kept_in_job
 
 
 def from_dtensor(x: Any) -> Tensor:
-    """A `torch.distributed.tensor.DTensor` as a spread tensor, without a copy.
+    """Convert a `torch.distributed.tensor.DTensor` to a spread tensor, without a copy.
 
-    Nothing moves, the parts share memory, and gradients pass both ways. All workers of the job call
-    this.
+    Nothing is sent, the parts share memory, and gradients pass both ways. All workers of the job
+    call this.
 
     Args:
         x: the DTensor.
 
     Raises:
-        NotImplementedError: for placements that no layout can say: sums are `Partial("sum")`.
+        NotImplementedError: for placements that no layout describes: sums are `Partial("sum")`.
 
     >>> import tessel, torch
     >>> from torch.distributed.tensor import Shard, distribute_tensor
@@ -58,7 +58,7 @@ def from_dtensor(x: Any) -> Tensor:
 
 
 def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Layout:
-    """The layout of a DTensor of this shape; `x.move_to(layout)` brings a spread tensor there.
+    """The layout of a DTensor of this shape; `x.move_to(layout)` moves a spread tensor there.
 
     All workers of the job call this. `tessel.nn.init.layout_of(parameter)` is another function: the
     layout of a parameter of a parallel layer.
@@ -66,7 +66,7 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
     Args:
         mesh: a `DeviceMesh`.
         placements: one for each dimension of the mesh.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -104,8 +104,8 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
     return Layout(partition, lengths, tuple(cuts), tuple(shared))
 
 
-# The mesh of the last DTensor that came from the workers of a grid: DTensors of meshes with other
-# names cannot be combined. All workers make the same calls, so that all of them know it, or none.
+# The mesh of the last DTensor from the workers of a grid: DTensors of meshes with other names
+# cannot be combined. All workers make the same calls, so that either all or none have it.
 _meshes: Callable[[], dict[tuple[Any, ...], Any]] = kept_in_job(dict)
 
 
@@ -135,7 +135,7 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
             f"tessel.interop.layout_of(mesh, placements, x.shape)) brings the tensor there"
         )
     target = layout_of(mesh, placements, layout.shape)
-    # The same parts on all workers, whatever the order of axes is.
+    # The same parts on all workers, for any order of axes.
     differ = any(layout.box(worker) != target.box(worker) for worker in partition.ranks)
     if layout.blocks or differ:
         raise ValueError(
@@ -143,10 +143,10 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
             f"call x.move_to(tessel.interop.layout_of(mesh, {tuple(placements)}, x.shape)) first"
         )
     part, shape = x.local, layout.shape
-    # The strides of the whole, if it lay in memory in the order of the part; outside there is none.
+    # The strides of the whole in the memory order of the part; workers outside have no part.
     like = part if part.ndim == len(shape) else torch.empty(shape, device="meta")
     step, strides = 1, [0] * len(shape)
-    # a dimension of length 1 may have any stride, and comes where it stands
+    # a dimension of length 1 may have any stride, and keeps its place
     for dim in sorted(range(len(shape)), key=lambda d: (like.stride()[d], like.shape[d] == 1, -d)):
         strides[dim] = step
         step *= max(1, shape[dim])
