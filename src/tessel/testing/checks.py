@@ -20,14 +20,14 @@ def check_adjoint(
 ) -> None:
     """Raise AssertionError unless A is linear, ⟨A x, y⟩ = ⟨x, A.H y⟩ and A.H.H = A.
 
-    This is tried on random tensors. Shapes must be those of the layouts, copies of a shared value
-    equal, and the input left as it was. All workers of the operator call this together, and all
-    raise or none.
+    It is tested on random tensors. Shapes must be those of the layouts, copies of a shared value
+    must be equal, and the input must not change. All workers of the operator call this together,
+    and all raise or none.
 
     Args:
         operator: any `LinearOperator`.
-        dtype: of the input.
-        seed: of the random tensors.
+        dtype: the dtype of the input.
+        seed: the seed of the random tensors.
 
     >>> import tessel
     >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
@@ -37,7 +37,7 @@ def check_adjoint(
     before = x.clone()
     image = operator(x)
     _check_shape(operator, "A x", operator.codomain, image)
-    # Of the dtype of the image: an operator may make complex numbers of real ones.
+    # With the dtype of the image: an operator may map real numbers to complex ones.
     y = random_in(operator.codomain, image.dtype, seed + 2)
     back = operator.H(y)
     _check_shape(operator, "A.H y", operator.domain, back)
@@ -57,17 +57,16 @@ def check_adjoint(
 def check_gradient(
     operator: LinearOperator, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> None:
-    """Raise AssertionError unless autograd of A gives A.H, in first and second order.
+    """Raise AssertionError unless the gradient of A is A.H, in first and second order.
 
-    The gradient of ½|A x|² is A.H A x, and that of ½|A.H A x|² is (A.H A)² x. The derivatives
-    along a direction d, for which A alone is needed, must be ⟨A x, A d⟩ and ⟨A A.H A x, A d⟩. The
-    forward-mode derivative of A is A. All workers of the operator call this together, and all
-    raise or none.
+    The gradient of ½|A x|² is A.H A x, and that of ½|A.H A x|² is (A.H A)² x. The derivatives along
+    a direction d, which only need A, must be ⟨A x, A d⟩ and ⟨A A.H A x, A d⟩. The forward-mode
+    derivative of A is A. All workers of the operator call this together, and all raise or none.
 
     Args:
         operator: any `LinearOperator`.
-        dtype: of the input.
-        seed: of the random tensors.
+        dtype: the dtype of the input.
+        seed: the seed of the random tensors.
 
     >>> import tessel
     >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
@@ -111,14 +110,14 @@ def random_in(layout: Layout, dtype: torch.dtype = torch.float64, seed: int = 0)
     coordinates = layout.partition.index
     if coordinates is None:
         return torch.empty(0, dtype=dtype)
-    holder = min(layout.holders(coordinates))  # who has the same copies draws the same numbers
+    holder = min(layout.holders(coordinates))  # workers with the same copies draw the same numbers
     # A factor above any number of workers: no two seeds share a generator.
     generator = torch.Generator().manual_seed(1_000_003 * seed + holder)
     return torch.randn(layout.local_shape, dtype=dtype, generator=generator)
 
 
 def _gradient(loss: Tensor, x: Tensor, create_graph: bool = False) -> Tensor:
-    """The gradient, zero where autograd sees no way from the loss to x."""
+    """The gradient, or zero if the loss does not depend on x."""
     if not loss.requires_grad:
         return torch.zeros_like(x)
     found = torch.autograd.grad(loss, x, create_graph=create_graph, allow_unused=True)[0]
@@ -130,7 +129,7 @@ def _half_square(y: Tensor) -> Tensor:
 
 
 def _check_copies(operator: LinearOperator, what: str, layout: Layout, value: Tensor) -> None:
-    """Shared copies are one value: as many of them add up to that multiple of each."""
+    """Check that shared copies are equal: n of them add up to n times each."""
     if not layout.shared:
         return
     copies = len(layout.holders((0,) * layout.partition.dim))

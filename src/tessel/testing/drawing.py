@@ -1,7 +1,7 @@
-"""Random functions of plain tensors that draw what they draw of spread ones.
+"""Random functions of plain tensors that draw the same numbers as for spread tensors.
 
 A converted model does not draw the numbers of plain torch, but the same for every number of
-workers. To compare it with one process, that one has to draw these numbers, too.
+workers. To compare it with one process, that process has to draw these numbers as well.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tessel.tensor.tensor import open_part
 class Drawing(torch.Tensor):
     """A plain tensor whose random functions draw by the rules of spread ones, for one worker.
 
-    All that is computed from it is one, as all that is computed from a spread tensor is spread: so
-    plain tensors draw plainly on both sides.
+    Results computed from it are also of this class, as results of spread tensors are spread: so
+    plain tensors draw as usual on both sides.
     """
 
     @classmethod
@@ -50,13 +50,13 @@ class Drawing(torch.Tensor):
                     args[0].__class__ = Drawing
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func.__name__.startswith("new_") and result.shape != args[0].shape:
-            return plain(result)  # as that of a spread tensor is
+            return plain(result)  # plain, like that of a spread tensor
         return result
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor, as torch knows it."""
-    with DisableTorchFunctionSubclass():  # else the result would be a Drawing again
+    """The same tensor as a plain one."""
+    with DisableTorchFunctionSubclass():  # otherwise the result would be a Drawing again
         return x.as_subclass(torch.Tensor) if isinstance(x, Drawing) else x
 
 
@@ -70,8 +70,8 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function draws random numbers."""
     name = name_of(func)
     rule = RULES.get(name)
-    # Attention draws inside of a function whose rule stands elsewhere, and only if it drops; so do
-    # recurrent layers.
+    # Attention draws inside a function with another rule, and only with dropout; so do recurrent
+    # layers.
     if func is F.multi_head_attention_forward:
         given = _SIGNATURE.bind(*args, **kwargs).arguments
         return given["dropout_p"] > 0 and bool(given.get("training", True))
@@ -90,10 +90,10 @@ _BACKWARD_PASSES = {
 
 
 def _passed_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A backward pass, in which a checkpoint computes again with tensors that draw.
+    """Run a backward pass, in which a checkpoint recomputes with such tensors.
 
-    What torch does with subclasses by default would switch their functions off until the pass is
-    over: dropout would drop others than before. So torch gets edges of the graph for tensors.
+    By default torch would disable their functions until the pass ends: dropout would drop other
+    elements than before. So torch gets edges of the graph instead of tensors.
     """
     given = _BACKWARD_PASSES[func].bind(*args, **kwargs).arguments
     if func is torch.Tensor.backward:
@@ -111,9 +111,9 @@ def _passed_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the rule of a function gives on a partition of this worker alone."""
+    """The result of a function's rule on a partition of this worker alone."""
     alone = Partition((transport.this_worker(),), (1,))
-    known: dict[int, Any] = {}  # the tensors that enter, by what they are inside
+    known: dict[int, Any] = {}  # the original tensors, by the identities of the converted ones
 
     def enter(value: Any) -> Any:
         if not isinstance(value, Drawing):

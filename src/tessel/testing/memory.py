@@ -21,11 +21,11 @@ _counts: ContextVar[bool] = ContextVar("_counts", default=True)  # whether tenso
 
 @contextmanager
 def count_memory() -> Iterator[Memory]:
-    """Count the bytes of tensors that are made inside the `with` block and alive at the same time.
+    """Count the bytes of tensors that are created in the `with` block and alive at the same time.
 
-    The system's memory holds more (what an allocator keeps, what kernels use themselves), which
-    changes from run to run; this does not. Tensors that were made before do not count, nor do those
-    that are made in other threads, as gradients on a GPU are.
+    The memory of the system contains more (cached by allocators, temporary in kernels), and changes
+    from run to run; this does not. Tensors that were created before do not count, nor do those of
+    other threads, such as gradients on a GPU.
 
     >>> import tessel, torch
     >>> with tessel.testing.count_memory() as memory:
@@ -39,7 +39,7 @@ def count_memory() -> Iterator[Memory]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Tensors that are made in the `with` block count nothing, as what only a check needs."""
+    """Do not count tensors that are created in the `with` block, such as those of a check."""
     with setting(_counts, False):
         yield
 
@@ -61,15 +61,15 @@ class Memory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             key, size = storage._cdata, storage.nbytes()
-            # A view has the storage of what it was made of, which counts once, or not at all.
+            # A view has the storage of its base, which counts at most once.
             if key not in self._known and key not in given:
                 self._note(storage, size)
         return result
 
     def __enter__(self) -> Any:
-        # `fully_shard` frees a tensor that stays, and no function of torch says so.
+        # `fully_shard` frees the storage of a tensor, which no torch function reports.
         resize, counter = _STORAGE.resize_, self
-        self._before = vars(_STORAGE).get("resize_")  # that of a counter outside
+        self._before = vars(_STORAGE).get("resize_")  # possibly that of an outer counter
 
         def resize_(storage: Any, size: int) -> Any:
             before = storage.nbytes()
@@ -100,14 +100,14 @@ class Memory(TorchDispatchMode):
         key = storage._cdata
         self._known[key] = size
         self._add(size)
-        # the address may be that of another storage next
+        # the address may be reused by another storage
         weakref.finalize(storage, lambda: self._add(-self._known.pop(key)))
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     for each in tensors(values):
         if isinstance(each, SpreadTensor):
-            yield from _storages(each._part)  # what this worker stores of it
+            yield from _storages(each._part)  # this worker's part
         elif is_traceable_wrapper_subclass(each):  # such as a DTensor, whose own storage is empty
             yield from _storages([getattr(each, name) for name in each.__tensor_flatten__()[0]])
         elif each.device.type != "meta":

@@ -8,14 +8,14 @@ from tessel.launch import Workers
 
 
 class WorkerPool(Workers):
-    """One set of local workers for all tests: a test costs a message to them, not their start.
+    """One set of local workers for all tests: a test costs a message, not a start of processes.
 
-    The function that a test runs on the workers stands at the top level of the test file. A failed
-    assertion there fails the test, with the traceback of the worker. After a failure, a time limit
-    or a crash the pool is as good as new for the next test. Tests that follow each other with the
-    same `nprocs` share a process group; another number costs some ten milliseconds.
+    Define the function that a test runs on the workers at the top level of the test file. A failed
+    assertion there fails the test, with the traceback of the worker. After a failure, a timeout or
+    a crash the pool is reset for the next test. Consecutive tests with the same `nprocs` share a
+    process group; another number costs about ten milliseconds.
 
-    Under pytest, put the pool into a fixture of `conftest.py`:
+    Under pytest, make the pool a fixture of `conftest.py`:
 
         @pytest.fixture(scope="session")
         def pool():
@@ -23,12 +23,13 @@ class WorkerPool(Workers):
                 yield pool
 
     Args:
-        nprocs: the number of workers of a call that does not say otherwise.
-        timeout: seconds that a call may take if it does not say otherwise.
-        threads: torch threads of each worker; by default the cores are shared out evenly.
-        backend: of the process group, as for `torch.distributed.init_process_group`.
+        nprocs: the default number of workers of a call.
+        timeout: the default time limit of a call, in seconds.
+        threads: the number of torch threads of each worker; by default the cores are divided
+            evenly.
+        backend: the backend of the process group, as for `torch.distributed.init_process_group`.
         preload: names of modules that are imported once for all workers, before these are forked:
-            those which tests need and which take long, as `torch._dynamo`.
+            slow imports that tests need, such as `torch._dynamo`.
 
     Example:
         >>> import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What moves between workers, counted."""
+"""Counting of messages and bytes between workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessel.transport import Traffic
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what this worker sends and receives inside the `with` block; known when it has ended.
+    """Count what this worker sends and receives in the `with` block; complete when it has ended.
 
     >>> import tessel, torch
     >>> layer = tessel.nn.AllSumReduce(tessel.world(), [0])

@@ -1,8 +1,8 @@
-"""The check of a conversion: a user's own model in one process, and over workers.
+"""The check of a conversion: a user's model in one process, and over workers.
 
-`check.py` runs the steps; each other file is one noun of it. The *arguments* of the model go
-through its *runs*, in one process and converted, module by module; each difference is in the
-*report*. It may import what `testing` may.
+`check.py` runs the steps. The *arguments* of the model are passed to its *runs*, in one process and
+converted, which are compared module by module; each difference is in the *report*. It may import
+what `testing` may.
 """
 
 from tessel.testing.model.check import check_model as check_model

@@ -1,4 +1,4 @@
-"""Arguments: what a model is called with, whole in one process and spread over workers."""
+"""Arguments of a model's call, whole in one process and spread over workers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ModelArguments:
     Args:
         args: of the call.
         kwargs: the same by their names.
-        where: the layout of what is spread.
-        dtype: of floating tensors; None leaves theirs.
+        where: the layout of spread arguments.
+        dtype: the dtype of floating-point tensors; None to keep theirs.
     """
 
     args: Any
@@ -45,7 +45,7 @@ class ModelArguments:
         return self.where.partition if isinstance(self.where, Layout) else self.where
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The tensors and what they are called."""
+        """The tensors with their names."""
         return [
             (f"input{keystr(path)}", value)
             for part in (self.args, self.kwargs)
@@ -58,7 +58,7 @@ class ModelArguments:
         return [value for _, value in self.tensors() if value.requires_grad]
 
     def described(self) -> dict[str, str]:
-        """Where they go, and what each tensor is: the same words on workers with the same ones."""
+        """The layout and a description of each tensor, the same on workers with equal arguments."""
         where = self.where
         found = {
             "where": where.identity
@@ -75,7 +75,7 @@ class ModelArguments:
         return found
 
     def check(self) -> None:
-        """Raise ValueError unless something is spread, and a layout is that of an input."""
+        """Raise ValueError unless a tensor is spread, and a layout fits an input."""
         values = [value for _, value in self.tensors()]
         if all(layout is None for layout in self.layouts()):
             raise ValueError(
@@ -88,7 +88,7 @@ class ModelArguments:
             raise ValueError(f"check_model: no input has the shape of {self.where}, got {shapes}")
 
     def layouts(self) -> list[Layout | None]:
-        """How each tensor is spread; None for one that stays whole."""
+        """The layout of each tensor; None for one that stays whole."""
         found: list[Layout | None] = []
         for _, value in self.tensors():
             if isinstance(value, SpreadTensor):
@@ -102,7 +102,7 @@ class ModelArguments:
         return found
 
     def with_tensors(self, change: Callable[[int, Tensor], Tensor]) -> tuple[Any, Any]:
-        """Arguments and keyword arguments, with something else in the places of tensors."""
+        """Arguments and keyword arguments with their tensors replaced."""
         numbers = iter(range(len(self.tensors())))
         return tree_map(
             lambda value: change(next(numbers), value) if isinstance(value, Tensor) else value,
@@ -110,10 +110,10 @@ class ModelArguments:
         )
 
     def wholes(self) -> ModelArguments:
-        """The same with whole tensors of their own, which get gradients.
+        """The same arguments with new whole tensors, which get gradients.
 
-        Spread ones are gathered for it, by all workers of the partition together; workers outside
-        have empty tensors.
+        Spread tensors are gathered by all workers of the partition together; workers outside get
+        empty tensors.
         """
 
         def whole(number: int, value: Tensor) -> Tensor:
@@ -130,10 +130,10 @@ class ModelArguments:
         return ModelArguments(args, kwargs, self.where)
 
     def entered(self, layouts: list[Layout | None]) -> ModelArguments:
-        """What the converted model is called with: each tensor spread in its layout.
+        """The arguments of the converted model: each tensor spread in its layout.
 
-        Spread ones get gradients that lie as they do: what is whole in a check only, like the
-        gradient of a whole input, is no part of a step.
+        Spread tensors get gradients in their layout: tensors that are whole only in a check, like
+        the gradient of a whole input, are no part of a step.
         """
 
         def enter(number: int, value: Tensor) -> Tensor:

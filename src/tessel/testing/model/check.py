@@ -1,6 +1,6 @@
-"""The order of a check: agree, run alone, run converted, report.
+"""The steps of a check: agree, run in one process, run converted, report.
 
-An attempt is what may raise on one worker, after which all of them raise the same.
+An attempt may raise on one worker, and then all of them raise the same.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ def check_model(
     calls: int = 2,
     seed: int = 0,
 ) -> ModelReport:
-    """Prove that a model does over workers what it does in one process.
+    """Check that a model computes over workers what it computes in one process.
 
     Every worker runs the model in plain torch, on the whole inputs, and together they run it
-    converted by `distribute_module`, on their parts. Compared are all outputs, the gradients of all
-    parameters and of all floating inputs, and the buffers after the calls; and, module by module,
-    the outputs, so that the first one that differs is known. All workers of the job call this with
-    the same arguments. They get the same report, or raise the same AssertionError with its text;
-    the error has it as `report`. A model that raises on one worker makes all of them raise.
+    converted by `distribute_module`, on their parts. It compares all outputs, the gradients of all
+    parameters and of all floating-point inputs, and the buffers after the calls; and the outputs of
+    each module, to find the first one that differs. All workers of the job call this with the same
+    arguments. They get the same report, or raise the same AssertionError with its text; the error
+    has it as `report`. If the model raises on one worker, all of them raise.
 
-    The model, its gradients, inputs and the state of random generators stay as they are. The model
-    runs in the mode in which it is, training or evaluation. Where it draws random numbers, one
-    process draws those that a converted model draws, so that dropout drops the same values.
+    The model, its gradients, inputs and the state of random generators do not change. The model
+    runs in its current mode, training or evaluation. If it draws random numbers, one process draws
+    those of a converted model, so that dropout drops the same values.
 
     Args:
         model: a torch model that is not converted.
-        inputs: whole, the same on all workers. Tensors with as many dimensions as the grid of
-            `where` has axes are spread; others, as labels and time steps, stay whole. What is to
-            lie otherwise is passed as a spread tensor.
+        inputs: the inputs, whole and the same on all workers. Tensors with as many dimensions as
+            the grid of `where` has axes are spread; others, such as labels and time steps, stay
+            whole. For another layout pass a spread tensor.
         where: the partition of the conversion; or a layout, for inputs of its shape.
-        kwargs: keyword arguments of the model, treated as the inputs are.
-        loss: makes the loss of the output; by default it is a sum of all outputs with fixed random
-            weights.
-        rtol: which error is allowed, relative to the largest value of a tensor (to a hundredth of
-            the largest of all gradients, and of one for other tensors, if that is more); by
-            default what rounding in the tensor's dtype makes of a deep model.
-        atol: the same, absolute; by default none.
-        dtype: in which both run, as torch.float64, whose rounding hides nothing; by default that of
-            the model.
-        fallback: as of `distribute_module`.
-        calls: how often both are called. Gradients travel in buckets from the second call on.
-        seed: of random numbers.
+        kwargs: keyword arguments of the model, treated like the inputs.
+        loss: the function from the output to the loss; by default a sum of all outputs with fixed
+            random weights.
+        rtol: the allowed error, relative to the largest value of a tensor (or, if that is more, to
+            a hundredth of the largest of all gradients, and of one for other tensors); by default
+            typical rounding of a deep model in the tensor's dtype.
+        atol: the allowed absolute error; by default none.
+        dtype: the dtype in which both run, such as torch.float64, whose rounding hides no errors;
+            by default that of the model.
+        fallback: see `distribute_module`.
+        calls: how often both are called. Gradients are sent in buckets from the second call on.
+        seed: the seed of random numbers.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -91,7 +91,7 @@ def check_model(
         raise ValueError(f"calls must be at least 1, got {calls}")
     everyone = transport.group_of(range(transport.num_workers()))
     with generators_restored(seed):
-        # A model that cannot be copied on one worker is told to all in the agreement.
+        # If one worker cannot copy the model, all learn it in the agreement.
         copied = attempt(lambda: plain_copy(model, dtype))
         settings = (fallback, calls, seed, rtol, atol, str(dtype), loss is None)
         _agree(everyone, model, given, settings, copied.text)
@@ -113,11 +113,11 @@ def _run_both(
     calls: int,
     everyone: transport.Group,
 ) -> list[ModelReport]:
-    """What each worker of the partition found: the model in one process, and a copy converted."""
+    """The findings of each worker of the partition: one process against a converted copy."""
     name, partition = type(model).__name__, given.partition
     converted: Any = distribute_module(copy, partition, fallback)
     layouts, arguments = given.layouts(), given.wholes()
-    # here, since workers outside of the partition agree on spread tensors, too
+    # here, since workers outside of the partition also agree on spread tensors
     entered = arguments.entered(layouts)
     first = converted.forward.conversion.stream.seed if partition.active else 0
     seeds = [first + number for number in range(calls)]
@@ -134,7 +134,7 @@ def _run_both(
         is_spread = [layout is not None for layout in layouts]
         return run_alone(template, arguments, is_spread, loss, seeds)
 
-    # Whatever raises in one process must not leave workers alone in the exchanges that follow.
+    # An exception in one process must not leave workers alone in the following exchanges.
     alone = attempt(in_one_process)
     alone.raise_together(everyone, f"{name} raises in one process")
     found = attempt_together(
@@ -161,7 +161,7 @@ def _agree(
     for worker, (text, _) in zip(everyone.workers, said, strict=True):
         if text:
             raise ValueError(f"check_model on worker {worker}: {text}")
-    # Only what differs from the first worker is looked for: all come to the same text.
+    # Only differences to the first worker are reported: all raise the same text.
     first = said[0][1]
     for worker, (_, theirs) in zip(everyone.workers, said, strict=True):
         for what in {**first, **theirs}:
@@ -176,7 +176,7 @@ def _agree(
 
 @dataclass
 class Attempt:
-    """What something gave, or the exception that it raised."""
+    """The result of a function, or the exception that it raised."""
 
     result: Any = None
     error: BaseException | None = None
@@ -196,7 +196,7 @@ class Attempt:
         """Raise the same AssertionError on all workers if the attempt failed on one."""
         said = dict(zip(everyone.workers, everyone.share_objects(self.text), strict=True))
         failed = {worker: text for worker, text in said.items() if text}
-        # a worker that only heard of it has nothing new to say
+        # omit workers that only learned of it
         own = {w: text for w, text in failed.items() if transport.DIFFERENT not in text} or failed
         if own:
             listed = "; ".join(
@@ -207,20 +207,20 @@ class Attempt:
 
 
 def attempt(act: Callable[[], Any]) -> Attempt:
-    """Do something that moves nothing, and keep what it raises."""
+    """Call a function that does not communicate, and keep its exception."""
     try:
         return Attempt(act())
-    except Exception as error:  # of whatever kind the model's are
+    except Exception as error:  # any exception of the model
         return Attempt(error=error)
 
 
 def attempt_together(
     act: Callable[[], Any], partition: Partition, everyone: transport.Group
 ) -> Attempt:
-    """Do something that workers of a partition do together, and none of them alone.
+    """Call a function on all workers of a partition together.
 
-    Meanwhile they compare their calls. A worker that raises says so in the place of its next one,
-    and all others raise there, whatever they are about to do.
+    Meanwhile they compare their calls. A worker that raises reports it instead of its next call,
+    and all others raise there.
     """
     result = None
     groups = [partition.prepare(), everyone] if partition.active else [everyone]
@@ -231,13 +231,13 @@ def attempt_together(
                 result = act()
             for group in groups:
                 compare(group, "the end of check_model")
-    except WorkerLost as error:  # there is nobody to tell
+    except WorkerLost as error:  # there is no worker to report to
         return Attempt(error=error)
-    except Exception as error:  # of whatever kind the model's are
+    except Exception as error:  # any exception of the model
         failed = Attempt(error=error)
         for group in groups:
-            if group.workers != getattr(error, "workers", None):  # who know of it
-                with suppress(ValueError):  # it is what the others raise
+            if group.workers != getattr(error, "workers", None):  # they know of it
+                with suppress(ValueError):  # the others' error
                     compare(group, f"nothing more: it raised {failed.text}")
         return failed
     return Attempt(result)

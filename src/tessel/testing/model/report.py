@@ -1,4 +1,4 @@
-"""What a check of a model found: differences of values, as figures and as a text."""
+"""The report of a check of a model: differences of values, as numbers and as a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCES = {
     torch.complex32: 2e-2,
 }
 MOST = 5  # modules that are named as the first ones that differ
-# what is far smaller than the largest gradient, or than one, is rounded as parts of that are
+# values far below the largest gradient, or below one, have rounding errors relative to these
 FLOOR = 1e-2
 _EXACT = (int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -39,16 +39,16 @@ _EXACT = (int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 @encodable
 @dataclass(frozen=True)
 class Difference:
-    """By how much a tensor of the converted model differs from that of one process.
+    """The difference of a tensor of the converted model from that of one process.
 
     Attributes:
-        name: of an output, parameter, input, buffer or module.
-        error: the largest difference of two values; infinite where they are of different kinds,
-            not a number where one process has nothing to compare with.
+        name: the name of an output, parameter, input, buffer or module.
+        error: the largest difference of two values; infinite if they are of different kinds, NaN if
+            one process has nothing to compare with.
         scale: the largest value in one process.
-        dtype: of the tensor, as text.
-        note: what else is different: a shape, a dtype.
-        allowed: the error that rounding may make.
+        dtype: the dtype of the tensor, as text.
+        note: another difference: a shape, a dtype.
+        allowed: the allowed error, due to rounding.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Difference:
 
 
 def difference(name: str, got: Any, expected: Any) -> Difference:
-    """By how much what a worker has differs from its part of what one process has."""
+    """The difference of a worker's value from its part of that of one process."""
     got, expected = _numbers(got), _numbers(expected)
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         if type(got) is type(expected) and not isinstance(got, _EXACT):
@@ -87,9 +87,9 @@ def difference(name: str, got: Any, expected: Any) -> Difference:
         part, expected = got.move_to(layout).local, layout.local_part(expected)
     else:
         part = _dense(got)
-    # In double precision the subtraction adds no rounding to that which is measured.
+    # In double precision the subtraction adds no rounding to the measured one.
     part, expected = part.detach().to(wide), expected.detach().to(wide)
-    # Where both have an infinity or no number, they are the same; elsewhere a NaN is an error.
+    # Equal infinities, and NaN in both, are no difference; any other NaN is an error.
     same = (part == expected) | (torch.isnan(part) & torch.isnan(expected))
     apart = torch.where(same, 0, (part - expected).abs()).nan_to_num(nan=math.inf)
     error = float(apart.max()) if apart.numel() else 0.0
@@ -107,7 +107,7 @@ def worst(name: str, differences: Sequence[Difference]) -> Difference:
 
 
 def _numbers(value: Any) -> Any:
-    """Numbers that are rounded, as tensors are; anything else as it is."""
+    """Convert floating-point numbers to tensors; return anything else unchanged."""
     if isinstance(value, np.ndarray):
         return torch.as_tensor(value)
     if isinstance(value, float | complex | np.number):
@@ -129,14 +129,14 @@ def _short(value: Any) -> str:
 @encodable
 @dataclass(frozen=True)
 class ModuleUse:
-    """What a module did in the converted model, on the worker that did most.
+    """The statistics of a module in the converted model, the maximum over workers.
 
     Attributes:
-        output: by how much its output differs from that of one process.
-        kind: its class.
-        bytes_sent: in its forward passes, with those of the modules in it.
-        bytes_kept: of its outputs and what it keeps for the backward pass.
-        bytes_stored: of its parameters and buffers.
+        output: the difference of its output from that of one process.
+        kind: the class of the module.
+        bytes_sent: the bytes sent in its forward passes, including those of the modules in it.
+        bytes_kept: the bytes of its outputs and of tensors saved for the backward pass.
+        bytes_stored: the bytes of its parameters and buffers.
     """
 
     output: Difference
@@ -147,27 +147,28 @@ class ModuleUse:
 
     @property
     def name(self) -> str:
-        """Its name in the model; the model itself has none."""
+        """The name of the module in the model; empty for the model itself."""
         return self.output.name
 
 
 @encodable
 @dataclass(frozen=True)
 class ModelReport:
-    """What `check_model` found; `print` shows it as tables, the same on all workers.
+    """The report of `check_model`; `print` shows it as tables, the same on all workers.
 
     Attributes:
         model: the class of the model.
         where: the partition or layout.
         values: the differences of outputs, the loss, gradients and buffers.
-        modules: what each module did, in the order in which they ended.
+        modules: the statistics of each module, in the order in which they ended.
         gathers: the functions that gathered their operands.
-        bytes_forward: sent in a forward pass, by the worker that sends most.
-        bytes_backward: the same in the backward pass.
-        peak: bytes of tensors that were alive at once, on the worker with most.
+        bytes_forward: the bytes sent in a forward pass, by the worker that sends most.
+        bytes_backward: the bytes sent in the backward pass.
+        peak: the largest number of bytes of tensors alive at the same time, on the worker with
+            most.
         peak_alone: the same in one process.
-        remarks: what else is to be said.
-        attention: the way of each call of attention in a forward pass, as "ring".
+        remarks: further remarks.
+        attention: the way of each call of attention in a forward pass, such as "ring".
 
     >>> import tessel, torch
     >>> report = tessel.testing.check_model(
@@ -197,7 +198,7 @@ class ModelReport:
 
     @property
     def differing(self) -> tuple[ModuleUse, ...]:
-        """The modules whose outputs differ; the first is where to look."""
+        """The modules whose outputs differ; start with the first one."""
         return tuple(each for each in self.modules if each.output.differs)
 
     def __str__(self) -> str:
@@ -224,7 +225,7 @@ class ModelReport:
                 "pass, or from functions that are called outside modules."
             )
         yield ""
-        # what differs first: it is what a reader looks for
+        # differences first, since they matter most to a reader
         rows = [
             (each.name, *_figures(each))
             for each in sorted(self.values, key=lambda each: not each.differs)
@@ -256,7 +257,7 @@ class ModelReport:
 
 
 def merged(told: Sequence[ModelReport], rtol: float | None, atol: float | None) -> ModelReport:
-    """The report of all workers of what each found: of each figure the largest."""
+    """The report of all workers, with the maximum of each number."""
     # Workers have the same values and modules in the same order, since they ran the same calls.
     first = told[0]
     values = [worst(v.name, [each.values[k] for each in told]) for k, v in enumerate(first.values)]
@@ -303,7 +304,7 @@ def _named(module: ModuleUse) -> str:
 
 
 def _figures(each: Difference) -> tuple[str, str, str]:
-    """Error, what is allowed, and a remark."""
+    """The error, the allowed error, and a remark."""
     remark = each.note or ("←" if each.differs else "")
     return _figure(each.error), _figure(each.allowed), remark
 
@@ -313,7 +314,7 @@ def _figure(number: float) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as what is in them."""
+    """Format rows with columns as wide as their contents."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
     for line in lines:

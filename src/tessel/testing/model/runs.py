@@ -1,6 +1,6 @@
 """Runs: the same calls of a model in one process, and converted, with a backward pass each.
 
-They are compared module by module, too: what each gives, and what it sends and keeps.
+They are also compared module by module: the output of each, and what it sends and keeps.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tessel.testing.model.arguments import ModelArguments
 from tessel.testing.model.report import Difference, ModelReport, ModuleUse, difference, worst
 
 Loss = Callable[[Any], Tensor] | None
-Outputs = list[tuple[str, Any]]  # and the loss, if there is one, by their names
+Outputs = list[tuple[str, Any]]  # and the loss, if any, with names
 # The outputs of each module in one process, call by call; modules in the order in which they end.
 Trace = dict[str, list[list[Any]]]
 
 
 @dataclass
 class OneProcess:
-    """What one process has: the model after its calls, arguments with gradients, and outputs."""
+    """The results of one process: the model after its calls, arguments with gradients, outputs."""
 
     model: nn.Module
     arguments: ModelArguments
@@ -62,16 +62,16 @@ def run_alone(
 ) -> OneProcess:
     """Run a copy of a model in plain torch.
 
-    If it draws random numbers it runs once more, with tensors that draw as spread ones do: so a
-    model that draws none sees torch's own tensors alone.
+    If it draws random numbers, it runs once more, with tensors that draw like spread ones: so a
+    model that draws none only gets torch's own tensors.
 
     Args:
-        template: the model, which stays as it is.
-        given: its arguments, whole.
-        is_spread: which of the tensors among them are spread in the converted model.
-        loss: of the output, by which it is derived.
-        seeds: of the random numbers, one for each call.
-        draws_as_spread: whether tensors draw as spread ones do.
+        template: the model, which is not changed.
+        given: the arguments, whole.
+        is_spread: whether each tensor among them is spread in the converted model.
+        loss: the function from the output to the loss.
+        seeds: the seeds of the random numbers, one for each call.
+        draws_as_spread: whether tensors draw like spread ones.
     """
     model, arguments, outputs = deepcopy(template), given.wholes(), []
 
@@ -80,7 +80,7 @@ def run_alone(
         return drawing(copy) if draws_as_spread and is_spread[number] else copy
 
     def stays_plain(x: Tensor) -> bool:
-        # whatever is written into it: what is the model's own, or passed to it; on one worker all
+        # tensors of the model or its arguments, regardless of writes; on one worker all
         return id(x) in held or given.partition.size == 1
 
     draws = False
@@ -102,7 +102,7 @@ def run_alone(
             outputs.append(_derived(result, loss))
     if draws and not draws_as_spread:
         return run_alone(template, given, is_spread, loss, seeds, draws_as_spread=True)
-    # The peak is that of the last call, as it is of the converted model.
+    # The peak is that of the last call, as for the converted model.
     return OneProcess(model, arguments, trace, outputs, memory.peak, draws)
 
 
@@ -114,15 +114,15 @@ def run_converted(
     loss: Loss,
     seeds: list[int],
 ) -> ModelReport:
-    """Run the converted model, and compare it with one process: what this worker finds.
+    """Run the converted model, and compare it with one process on this worker.
 
     Args:
-        model: the converted one.
-        arguments: whole ones, which get the gradients.
-        entered: the same spread, as tensors that get gradients of their own.
-        alone: what one process has.
+        model: the converted model.
+        arguments: whole arguments, which get the gradients.
+        entered: the same arguments, spread, with their own gradients.
+        alone: the results of one process.
         loss: of the output.
-        seeds: of the random numbers, one for each call.
+        seeds: the seeds of the random numbers, one for each call.
     """
     values: list[Difference] = []
     for number, seed in enumerate(seeds):
@@ -132,16 +132,16 @@ def run_converted(
             noted = stack.enter_context(noted_gathers())
             ways = stack.enter_context(noted_ways())
             memory = stack.enter_context(count_memory())
-            if number == 0:  # the trace has the first call alone
+            if number == 0:  # the trace has only the first call
                 compared = stack.enter_context(compared_with(alone.trace, model))
                 gathers = noted
-            if number == len(seeds) - 1:  # gradients travel in buckets from the second call on
+            if number == len(seeds) - 1:  # gradients are sent in buckets from the second call on
                 uses = stack.enter_context(measured(model, memory))
             args, kwargs = entered.copies()
             seed_all(common_seed(seed))
             start = transport.total_traffic().bytes_sent
             result = model(*args, **kwargs)
-            attention = tuple(ways)  # without those of checkpoints, which attend again
+            attention = tuple(ways)  # without those of checkpoints, which recompute attention
             middle = transport.total_traffic().bytes_sent
             outputs = _derived(result, loss)
             sent = middle - start, transport.total_traffic().bytes_sent - middle
@@ -250,21 +250,21 @@ def _derived(result: Any, loss: Loss) -> Outputs:
     found = opened(result)
     try:
         named = [(keystr(path), value) for path, value in tree_flatten_with_path(found)[0]]
-    except ValueError:  # of a class that registers no names, as those of diffusers: by numbers
+    except ValueError:  # a class that registers no names, such as those of diffusers: use numbers
         named = [(f"[{k}]", value) for k, value in enumerate(tree_flatten(found)[0])]
     outputs: Outputs = [(f"output{name}", value) for name, value in named]
     if loss is None and not any(isinstance(value, Tensor) for _, value in outputs):
         raise ValueError(f"there are no tensors in the output, a {type(result).__name__}")
     roots = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if loss is not None:
-        seed_all(0)  # a loss may draw, and what was drawn before it differs
+        seed_all(0)  # a loss may draw, and the numbers drawn before it differ
         value = loss(result)
         if value.requires_grad:
             value.backward()
         outputs.append(("loss", value))
     elif roots:
-        # no function of the table takes part in this: what seeds the pass is right in any case
-        with uncounted():  # whole on every worker, which those of a user's loss are not
+        # no function of the table is used here: the gradient that starts the pass is always right
+        with uncounted():  # whole on every worker, unlike those of a user's loss
             weights = [_weights(each, k) for k, each in enumerate(roots)]
         torch.autograd.backward(roots, weights)
     return [(n, value.detach() if isinstance(value, Tensor) else value) for n, value in outputs]
@@ -280,9 +280,9 @@ def _weights(like: Tensor, number: int) -> Tensor:
 
 @contextmanager
 def new_gradients(*tensors: Tensor) -> Iterator[None]:
-    """Gradients begin anew, as after `zero_grad()`; at the end those from before are added.
+    """Start with new gradients, as after `zero_grad()`; at the end add the old ones.
 
-    So a step makes its gradients, in one process and converted, and they count in its memory.
+    So a step creates its gradients, in one process and converted, and they count in its memory.
     """
     before = [(each, each.grad) for each in tensors]
     for each, _ in before:
@@ -296,12 +296,12 @@ def new_gradients(*tensors: Tensor) -> Iterator[None]:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Trace]:
-    """What the modules of a model give in one process, inside of the `with` block."""
+    """Record the outputs of a model's modules in one process, inside the `with` block."""
     trace: Trace = {}
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not in_backward():  # where a checkpoint computes again
-            # Copies, since a later module may change what an earlier one gave.
+        if not in_backward():  # where a checkpoint recomputes
+            # Copies, since a later module may change an earlier output in place.
             with uncounted():
                 copies = [
                     plain(value).detach().clone() if isinstance(value, Tensor) else value
@@ -315,14 +315,14 @@ def recorded(model: nn.Module) -> Iterator[Trace]:
 
 @contextmanager
 def compared_with(trace: Trace, model: nn.Module) -> Iterator[dict[str, list[Difference]]]:
-    """The differences of what the modules of a converted model give, call by call."""
+    """Record the differences of the outputs of a converted model's modules, call by call."""
     found: dict[str, list[Difference]] = {}
 
     @uncounted()
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
-        # At once, since a later module may change what this one gave.
+        # Immediately, since a later module may change this output in place.
         calls = found.setdefault(name, [])
         expected = trace.get(name, [])[len(calls) : len(calls) + 1]
         values = tree_leaves(opened(output))
@@ -343,7 +343,7 @@ def compared_with(trace: Trace, model: nn.Module) -> Iterator[dict[str, list[Dif
 def measured(model: nn.Module, memory: Memory) -> Iterator[dict[str, tuple[int, int]]]:
     """The bytes that each module sends, and that it adds to the memory in use."""
     found: dict[str, tuple[int, int]] = {}
-    running: list[tuple[int, int]] = []  # modules call modules: what there was when each began
+    running: list[tuple[int, int]] = []  # modules call modules: the counts when each began
 
     def begin(name: str, module: nn.Module, args: Any) -> None:
         running.append((transport.total_traffic().bytes_sent, memory.current))
@@ -360,7 +360,7 @@ def measured(model: nn.Module, memory: Memory) -> Iterator[dict[str, tuple[int, 
 
 
 def opened(value: Any) -> Any:
-    """Outputs with what is in objects whose parts torch does not know: those of data classes."""
+    """Outputs with the contents of objects that torch does not flatten: those of data classes."""
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, Mapping):
         return {name: opened(getattr(value, name)) for name in value.__dataclass_fields__}
     if type(value) in (list, tuple):
@@ -372,7 +372,7 @@ def opened(value: Any) -> Any:
 
 @contextmanager
 def _hooked(model: nn.Module, after: Any, before: Any = None) -> Iterator[None]:
-    """Hooks at all modules, but for those in a region, which see more than their part."""
+    """Hook all modules, except those in a region, which get more than their part."""
     handles = []
     regions = [name for name, each in model.named_modules() if isinstance(each, HaloRegion)]
     for name, module in model.named_modules():
