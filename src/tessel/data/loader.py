@@ -147,7 +147,7 @@ class PartLoader:
         self.sampler.finish()
 
     def _outcomes(self, requests: Iterator[Request]) -> Generator[Outcome, None, None]:
-        """For each batch a function that returns its parts, from processes, a thread, or directly."""
+        """For each batch a function for its parts, by processes, a thread, or directly."""
 
         def by_processes() -> Iterator[SampleParts | None]:
             yield from DataLoader(

@@ -1,8 +1,8 @@
-"""What workers do when, recorded: one trace of all of them, in Chrome's format.
+"""A record of the activities of all workers over time: one trace, in Chrome's format.
 
-`recorder` notes what this worker does, `clocks` compares the clocks of hosts, `merged` makes one
-trace of what all have noted and finds who waited for whom, `block` is `tessel.trace`. It may import
-`core`, `transport` and what stands below them.
+`recorder` records the events of this worker, `clocks` compares the clocks of hosts, `merged` merges
+the records of all workers and finds which worker waited for which, `block` is `tessel.trace`. It
+may import `core`, `transport` and modules below them.
 """
 
 from tessel.tracing.block import trace as trace

@@ -1,4 +1,4 @@
-"""`tessel.trace`: a block whose work is recorded on all workers, and written by the first."""
+"""`tessel.trace`: a block that is recorded on all workers, and written by the first."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ VARIABLE = "TESSEL_TRACE"
 
 @contextmanager
 def trace(path: str | os.PathLike[str], *, limit: int = recorder.LIMIT) -> Iterator[None]:
-    """Record what all workers do in the `with` block, and write one trace of it.
+    """Record the activities of all workers in the `with` block, and write one trace.
 
     The file is in Chrome's format, for ui.perfetto.dev or chrome://tracing: a process for each
     worker, with rows for computing, packing, moving, waiting and agreeing. `tessel trace FILE`
-    says who waited for whom. The same ranges are shown to torch.profiler and, on GPUs, to Nsight.
+    shows which worker waited for which. torch.profiler and, on GPUs, Nsight get the same ranges.
 
     All workers enter and leave together, with the same path; the first one writes the file. If an
-    exception leaves the block, or a worker is lost, each worker writes what it has beside it, and
-    whoever comes last puts together what is there. Blocks may lie in each other: each writes its
-    own file. Outside of all blocks it costs nothing.
+    exception leaves the block, or a worker is lost, each worker writes its own part next to it, and
+    the last one merges the existing parts. Blocks may be nested: each writes its own file. Outside
+    of blocks there is no overhead.
 
     Args:
-        path: of the file, on the host of the first worker.
-        limit: how many events of a worker are kept; a warning says if there were more.
+        path: the path of the file, on the host of the first worker.
+        limit: the largest number of events of a worker; with more, there is a warning.
 
     >>> import tempfile, tessel, torch
     >>> file = tempfile.NamedTemporaryFile(suffix=".json")
@@ -70,7 +70,7 @@ def trace(path: str | os.PathLike[str], *, limit: int = recorder.LIMIT) -> Itera
 
 
 class TracedBlock:
-    """One trace, as one worker sees it.
+    """One trace, on one worker.
 
     Args:
         path: of the file.
@@ -88,7 +88,7 @@ class TracedBlock:
         self.clock: list[list[int]] = []
 
     def meet(self) -> None:
-        """Agree with the other workers on what is traced, or raise on all of them."""
+        """Agree with the other workers on the trace, or raise on all of them."""
         partition = world()
         self.worker, self.num_workers = transport.this_worker(), transport.num_workers()
         wrong = f"limit must be 1 or more, got {self.limit}" if self.limit < 1 else ""
@@ -124,7 +124,7 @@ class TracedBlock:
         self.began = time.monotonic_ns()
 
     def _part(self) -> WorkerNotes:
-        """Record no longer; what was noted."""
+        """Stop recording, and return the record."""
         ended = time.monotonic_ns()
         assert self._recorder is not None
         TracedBlock._open.remove(self)
@@ -142,9 +142,9 @@ class TracedBlock:
         return {**part, "token": self.token}
 
     def end_together(self) -> None:
-        """Let the first worker write what all have noted."""
+        """Make the first worker write the records of all."""
         part = self._part()
-        if transport.num_workers() != self.num_workers:  # the job was left inside of the block
+        if transport.num_workers() != self.num_workers:  # the job was left inside the block
             self._write_part(part)
             return
         try:
@@ -158,7 +158,7 @@ class TracedBlock:
             with torch.no_grad():
                 flat = Move(everywhere, Layout.whole(first, (sum(lengths),)))(own)
         except WorkerLost:
-            # This one has done its work: the next call of the job raises, and says the same.
+            # This worker has completed its work: the next call of the job raises the same error.
             self._write_part(part)
             return
         if self.worker == 0:
@@ -167,7 +167,7 @@ class TracedBlock:
             _write(self.path, merge(parts, self.num_workers))
 
     def end_alone(self) -> None:
-        """Write what this worker has noted: the others may be anywhere."""
+        """Write the record of this worker only, since the others may be anywhere."""
         part = self._part()
         part["clock"] = self.clock
         self._write_part(part)
@@ -178,7 +178,7 @@ class TracedBlock:
             _write(self.path, merge([part], 1))
             return
         files = [_beside(self.path, worker) for worker in range(self.num_workers)]
-        # what ends the block says more than that a disk is full
+        # the exception that ends the block matters more than a full disk
         with _written_first(), suppress(OSError):
             _write(files[self.worker], part)
             with locked(self.path.parent.resolve()):  # one at a time: the last one sees all parts
@@ -187,7 +187,7 @@ class TracedBlock:
                     with suppress(OSError, ValueError):
                         found.append(json.loads(file.read_bytes()))
                 parts = [each for each in found if each["token"] == self.token]
-                if parts:  # else another worker has seen all, this one's as well
+                if parts:  # otherwise another worker has merged all, including this part
                     _write(self.path, merge(parts, self.num_workers))
                 if len(parts) == self.num_workers:
                     for file in files:
@@ -196,9 +196,9 @@ class TracedBlock:
 
 @contextmanager
 def locked(folder: Path, waits: bool = True) -> Iterator[None]:
-    """A lock on a folder, which leaves no file behind, and which the system opens if we are killed.
+    """Lock a folder, without a file; the system releases the lock if the process is killed.
 
-    OSError if it is no folder, or if somebody else has the lock and nobody is to wait.
+    It raises OSError if it is no folder, or if another process has the lock and `waits` is false.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -245,8 +245,8 @@ def begin_program() -> None:
     _program = TracedBlock(path, recorder.LIMIT)
     _program.begin()
     atexit.register(end_program)
-    # When a worker fails, launchers end the others by this signal, before they can write what they
-    # have. A program that does something else at it writes its trace at its own end.
+    # When a worker fails, launchers end the others with this signal, before they can write their
+    # records. A program with its own handler writes its trace when it ends.
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end_by_signal)
@@ -257,7 +257,7 @@ def _end_by_signal(number: int = signal.SIGTERM, frame: Any = None) -> None:
     """Write the trace of this program, and end as the signal would have ended it."""
     global _is_asked_to_end
     _is_asked_to_end = _num_writing > 0
-    if _is_asked_to_end:  # by the code that was interrupted, which comes back here
+    if _is_asked_to_end:  # by the interrupted code, which returns here
         return
     try:
         end_program(SystemExit(128 + number))
@@ -267,7 +267,7 @@ def _end_by_signal(number: int = signal.SIGTERM, frame: Any = None) -> None:
 
 
 def _end_as_usual() -> None:
-    """Let SIGTERM end this process at once, unless the program does something else at it."""
+    """Make SIGTERM end this process at once, unless the program has its own handler."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is _end_by_signal:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -287,7 +287,7 @@ def _written_first() -> Iterator[None]:
 
 
 def end_program(error: BaseException | None = None) -> None:
-    """Write the trace of this program, if there is one: the first call counts."""
+    """Write the trace of this program, if there is one; only the first call does."""
     global _program
     with _written_first():
         block, _program = _program, None
@@ -299,11 +299,11 @@ def end_program(error: BaseException | None = None) -> None:
 def _write_program(block: TracedBlock, error: BaseException | None) -> None:
     """Write the trace of a program that ends, with an exception or without."""
     atexit.unregister(end_program)
-    # A program may leave its job before it ends: what the launcher has said still holds.
+    # A program may leave its job before it ends: the launcher's variables are still valid.
     joined = transport.is_distributed()
     block.worker = transport.this_worker() if joined else whole_number("RANK", 0)
     block.num_workers = transport.num_workers() if joined else whole_number("WORLD_SIZE", 1)
-    # parts of one run lie in one folder: they are of the same job, or of the same parent
+    # parts of one run are in one folder: they have the same job, or the same parent
     block.token = text("TORCHELASTIC_RUN_ID") or text("SLURM_JOB_ID") or str(os.getppid())
     try:
         if error is None and joined:

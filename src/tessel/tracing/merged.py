@@ -1,8 +1,8 @@
-"""One trace of what all workers have noted, in Chrome's format, and who waited for whom in it.
+"""One trace from the records of all workers, in Chrome's format, with the waits between workers.
 
-A worker waits in an exchange from when it comes there until the last of those has come from whom it
-needs something: both are known when the notes of all are put together. So a wait that the compiled
-engine spends in its own loop is seen as well as one in Python, and costs nothing while it lasts.
+A worker waits in an exchange from its entry until the last of the workers that it needs has
+entered: both are known when the records of all are merged. So waits in the loop of the compiled
+engine are found as well as those in Python, without any overhead in them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tessel.core.move import Move
 from tessel.tracing.recorder import PACKING, ROWS, Event, Recorder
 from tessel.version import __version__
 
-WorkerNotes = dict[str, Any]  # what one worker has noted, in lists, numbers and text
+WorkerNotes = dict[str, Any]  # the record of one worker, in lists, numbers and text
 COMPUTING, WAITING = ROWS.index("computing"), ROWS.index("waiting")
 _OF_BYTES = ("bytes_sent", "bytes_received", "sent", "received", "by")
 _THREAD = 10  # rows of a thread, of which a few are used
@@ -26,8 +26,10 @@ _SHORTEST = 100  # nanoseconds of computing that are shown
 
 
 class Noted(NamedTuple):
-    """An event as it travels: as a list, with numbers in the place of texts, which are many times
-    the same. See `Event` for what they mean; `source` and `target` are layouts."""
+    """An event in the form that is sent: a list, with numbers instead of texts, which repeat.
+
+    See `Event` for the meaning of the fields; `source` and `target` are layouts.
+    """
 
     begin: int
     end: int
@@ -69,11 +71,11 @@ class Noted(NamedTuple):
         return cls(clock(begin), clock(end), *numbers, *rest)
 
 
-_NUMBERS = Noted._fields.index("layer")  # texts come behind
+_NUMBERS = Noted._fields.index("layer")  # texts follow
 
 
 def part_of(recorder: Recorder, worker: int, host: str, begin: int, end: int) -> WorkerNotes:
-    """What this worker has noted between two times."""
+    """The record of this worker between two times."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -105,7 +107,7 @@ def part_of(recorder: Recorder, worker: int, host: str, begin: int, end: int) ->
 
 
 def kind_of(operator: Any) -> str:
-    """What a movement is called."""
+    """The name of a movement."""
     if isinstance(operator, Halo):
         return "halo exchange"
     if not isinstance(operator, Move):
@@ -131,10 +133,10 @@ def has_copies(layout: Layout) -> bool:
 
 
 def merge(parts: list[WorkerNotes], num_workers: int) -> dict[str, Any]:
-    """The trace of all workers whose parts are there."""
+    """The trace of all workers whose parts exist."""
     parts = sorted(parts, key=lambda part: int(part["worker"]))
     clocks = {part["worker"]: corrected(part["clock"]) for part in parts}
-    # of each worker, thread by thread, what it noted; and when each came to each exchange
+    # the events of each worker, by thread; and when each entered each exchange
     noted: dict[int, list[list[Noted]]] = {}
     posted: dict[str, dict[int, int]] = {}
     for part in parts:
@@ -173,7 +175,7 @@ def merge(parts: list[WorkerNotes], num_workers: int) -> dict[str, Any]:
 
 
 def names(worker: int, host: str, threads: list[str]) -> Iterator[dict[str, Any]]:
-    """What a viewer calls the worker and its rows."""
+    """The names of a worker and its rows in a viewer."""
 
     def say(what: str, tid: int, **args: Any) -> dict[str, Any]:
         return {"name": what, "ph": "M", "ts": 0, "pid": worker, "tid": tid, "args": args}
@@ -188,7 +190,7 @@ def names(worker: int, host: str, threads: list[str]) -> Iterator[dict[str, Any]
 
 
 def corrected(clock: list[list[int]]) -> Callable[[int], int]:
-    """From the time of a worker to that of the first one: the offset grows evenly in between."""
+    """The function from a worker's time to that of the first one, with a linear offset."""
     if not clock:
         return lambda time: time
     (start, before), (stop, after) = clock[0], clock[-1]
@@ -196,23 +198,23 @@ def corrected(clock: list[list[int]]) -> Callable[[int], int]:
     return lambda time: time + before + round(drift * (time - start))
 
 
-TimedPiece = tuple[int, int, int, str, dict[str, Any]]  # begin, end, row, name, what is known of it
+TimedPiece = tuple[int, int, int, str, dict[str, Any]]  # begin, end, row, name, arguments
 
 
 def pieces(
     part: WorkerNotes, place: int, events: list[Noted], posted: Any, clock: Callable[[int], int]
 ) -> Iterator[TimedPiece]:
-    """What a thread did, each moment in one row."""
-    # A movement begins before its exchanges: they cut it into pieces of packing.
+    """The activities of a thread, each moment in one row."""
+    # A movement starts before its exchanges, which cut it into pieces of packing.
     events = sorted(events, key=lambda event: (event.begin, -event.end))
-    taken: list[tuple[int, int]] = []  # when it does not compute
+    taken: list[tuple[int, int]] = []  # intervals without computing
     for event in events:
         if event.row == PACKING:
             continue
         begin, end, args = event.begin, event.end, _arguments(event)
         others = {*map(int, event.received), *event.others} - {part["worker"]}
         came = posted.get(event.key, {})
-        # Who is not in the trace has not come, where the wait was in vain.
+        # Workers that are not in the trace have not entered, if the wait failed.
         lost = sorted(others - {*came}) if event.error else []
         last = max((each for each in others if each in came), key=lambda w: came[w], default=None)
         until = end if lost else begin if last is None else min(max(came[last], begin), end)
@@ -246,8 +248,8 @@ def pieces(
 def computing(
     part: WorkerNotes, place: int, busy: list[tuple[int, int]], clock: Callable[[int], int]
 ) -> Iterator[TimedPiece]:
-    """What is left of the time of a thread, cut where another layer begins."""
-    # The first thread computes all the time, others from their first event to their last.
+    """The remaining time of a thread, cut where another layer begins."""
+    # The first thread computes during the whole trace, others from their first event to their last.
     begin, end = clock(part["begin"]), clock(part["end"])
     if place > 0:
         if not busy:
@@ -277,7 +279,7 @@ def _titled(args: dict[str, Any], name: str) -> str:
 
 
 def _arguments(event: Noted) -> dict[str, Any]:
-    """What is known of an event."""
+    """The arguments of an event in the trace."""
     found: dict[str, Any] = {
         "layer": event.layer,
         "pass": "backward" if event.is_backward else "forward",
@@ -298,7 +300,7 @@ def _arguments(event: Noted) -> dict[str, Any]:
 
 
 def _gaps(intervals: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """What they leave of an interval."""
+    """The gaps between intervals within [begin, end]."""
     found = []
     for first, stop in intervals:
         if begin < first:

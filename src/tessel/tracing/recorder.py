@@ -1,12 +1,12 @@
-"""The recorder: what this worker does, noted as it happens.
+"""The recorder: events of this worker, recorded as they happen.
 
-Nothing of this is in the way of a program that is not traced: what moves data (`Move`, `Halo`,
-`Group`) is exchanged for something that also looks at the clock, and put back at the end; torch's
-own hooks for all modules say which layer runs. What moves inside of the compiled engine passes
-`Group.follow`, so it is seen as well.
+It has no overhead in programs that are not traced: methods that move data (of `Move`, `Halo`,
+`Group`) are replaced by versions that also read the clock, and restored at the end; torch's global
+module hooks report the running layer. Moves in the compiled engine pass through `Group.follow`, so
+they are also recorded.
 
-A worker notes when it came to an exchange and when it left it, not for whom it waited: that follows
-when the notes of all workers are put together (`merged`).
+A worker records when it entered and left an exchange, not which worker it waited for: that follows
+when the records of all workers are merged (`merged`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tessel.transport.host import LARGE_FOR_ENGINE
 ROWS = ("computing", "packing", "moving", "waiting", "agreeing")
 PACKING, MOVING, AGREEING = 1, 2, 4
 LIMIT = 200_000  # events, and changes of the layer, of a worker
-_MOST_NAMES = 2**16  # of layers that a backward pass may ask for
+_MOST_NAMES = 2**16  # of layers, for the backward pass
 _HOST_MEMORY, _ENGINE = "shared memory", "shared memory, compiled engine"
 _Bytes = dict[int, int]  # by worker
 _now = time.monotonic_ns  # which all workers of a host share
@@ -51,20 +51,21 @@ _Range = torch._C._profiler._RecordFunctionFast
 
 
 class Event:
-    """Something that took a while.
+    """An event with a duration.
 
     Attributes:
         begin, end: nanoseconds.
-        row: PACKING for all of a movement, and MOVING or AGREEING for its exchanges.
-        layer: whose forward runs, and `is_backward` if it is its derivative.
-        operator: that moves; None outside of movements.
-        text: what else is known.
-        key: of an exchange: the same on all workers that take part.
-        others: workers whom it waits for, though it receives nothing of them: those of an
-            agreement, and those who read something large where it lies.
-        sent, received: bytes, by worker.
-        way: by which they went.
-        posts: whether this worker's messages leave in it; else it only waits for those of others.
+        row: PACKING for a whole movement, and MOVING or AGREEING for its exchanges.
+        layer: the layer whose forward runs, or its backward if `is_backward`.
+        operator: the operator that moves; None outside of movements.
+        text: further information.
+        key: the key of an exchange, the same on all workers that take part.
+        others: workers that it waits for without receiving from them: those of an agreement, and
+            those that read a large tensor directly.
+        sent, received: the bytes, by worker.
+        way: the way of the messages.
+        posts: whether this worker sends its messages in it; otherwise it only waits for those of
+            others.
         error: the exception that ended it.
     """
 
@@ -87,12 +88,12 @@ class Event:
 
     @property
     def title(self) -> str:
-        """What profilers call it."""
+        """The name of the event in profilers."""
         return f"tessel {ROWS[self.row]} {self.layer}".rstrip()
 
 
 class Mark(NamedTuple):
-    """From here on another layer computes."""
+    """The time from which another layer computes."""
 
     time: int
     layer: str
@@ -100,7 +101,7 @@ class Mark(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A module whose forward runs."""
+    """A module whose forward is running."""
 
     module: nn.Module
     layer: str
@@ -108,14 +109,14 @@ class Running(NamedTuple):
 
 
 class ThreadNotes:
-    """What one thread of this worker does.
+    """The record of one thread of this worker.
 
     Attributes:
-        events: what took a while, in the order in which it ended.
-        marks: where another layer began.
-        modules: whose forward runs, the innermost last.
-        is_inside: of an exchange, which may be made of others.
-        bytes: what the exchange that comes next sends and receives, if that is known before.
+        events: the events, in the order in which they ended.
+        marks: the times at which another layer began.
+        modules: the modules whose forward is running, the innermost last.
+        is_inside: whether it is inside an exchange, which may consist of others.
+        bytes: the bytes that the next exchange sends and receives, if known in advance.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -130,13 +131,13 @@ class ThreadNotes:
         self.bytes: tuple[_Bytes, _Bytes] | None = None
         self.last: Event | None = None  # the exchange of the engine that may not be finished
         self.backward = -1  # the last backward pass that was noted
-        # From which of autograd's sequence numbers on nodes are of which layer, ascending.
+        # The first of autograd's sequence numbers for the nodes of each layer, ascending.
         self.numbers: list[int] = []
         self.layers: list[str] = []
 
     def layer(self) -> tuple[str, bool]:
-        """Whose forward runs, or is derived, in this thread."""
-        if self.modules:  # also when a checkpoint computes a part again in a backward pass
+        """The layer whose forward or backward runs in this thread."""
+        if self.modules:  # also when a checkpoint recomputes in a backward pass
             return self.modules[-1].layer, False
         node = torch._C._current_autograd_node()
         return ("", False) if node is None else (self.recorder.layer_of(self, node), True)
@@ -163,26 +164,26 @@ class ThreadNotes:
 
 
 class Recorder:
-    """All that this worker does while it is recorded.
+    """The record of this worker.
 
     Args:
-        limit: how many events are kept; what comes later is counted.
+        limit: the largest number of events; later ones are only counted.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self.changes = ExitStack()  # of torch's and our functions, which it takes back when closed
+        self.changes = ExitStack()  # of torch's and our functions, undone when closed
         self.threads: list[ThreadNotes] = []
         self.begin = _now()
         self.num_left_out = 0
-        self.full_at: int | None = None  # when the first one was left out
+        self.full_at: int | None = None  # when the first event was left out
         self.bytes_left_out = [0, 0]  # sent and received in events that were left out
         self.keys: Counter[tuple[int, ...]] = Counter()
         self._room = itertools.count()
         self._own = threading.local()
         self._names: WeakKeyDictionary[nn.Module, dict[int, str]] = WeakKeyDictionary()
         self._bytes: dict[Any, tuple[_Bytes, _Bytes]] = {}
-        self._plans: list[Any] = []  # kept alive, so that their identities stay theirs
+        self._plans: list[Any] = []  # kept alive, so that their identities are not reused
         self.has_nvtx = torch.cuda.is_available()
 
     def thread(self) -> ThreadNotes:
@@ -195,7 +196,7 @@ class Recorder:
             return notes
 
     def has_room(self) -> bool:
-        """Whether one more event may be kept."""
+        """Whether another event may be recorded."""
         has_room = next(self._room) < self.limit
         if not has_room and self.full_at is None:
             self.full_at = _now()
@@ -212,8 +213,8 @@ class Recorder:
 
     def layer_of(self, thread: ThreadNotes, node: Any) -> str:
         """The layer whose forward made a node of autograd's graph."""
-        # Sequence numbers are counted by the thread of the forward; on GPUs the backward pass has a
-        # thread of its own, and only one forward thread can be told then.
+        # Sequence numbers are counted per forward thread; on GPUs the backward pass has its own
+        # thread, and then only one forward thread can be identified.
         if not thread.numbers:
             able = [each for each in self.threads if each.numbers]
             if len(able) != 1:
@@ -228,7 +229,7 @@ class Recorder:
         return (*key, self.keys[key])
 
     def name_of(self, module: nn.Module, outer: list[Running]) -> str:
-        """What a module is called in the model whose forward runs; its class if it is the model."""
+        """The name of a module in the model whose forward runs; the class of the model itself."""
         if not outer:
             return type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
         root = outer[0].module
@@ -236,12 +237,12 @@ class Recorder:
         if names is None or id(module) not in names:
             names = {id(each): name for name, each in root.named_modules()}
             self._names[root] = names
-        # a module that the model does not hold, as one that its forward has made
+        # a module that the model does not contain, such as one that its forward has created
         inner = names.get(id(module)) or f"{outer[-1].layer}/{type(module).__name__}"
         return inner.removeprefix("_orig_mod.")  # of torch.compile
 
     def bytes_of(self, stage: Stage, itemsize: int, is_there: bool) -> tuple[_Bytes, _Bytes]:
-        """What a stage sends and receives, by worker."""
+        """The bytes that a stage sends and receives, by worker."""
         key = id(stage.plan), itemsize, is_there
         found = self._bytes.get(key)
         if found is None:
@@ -269,19 +270,19 @@ class Recorder:
         notes = self.thread()
         if not any(each.module is module for each in notes.modules):
             return  # it was entered before the trace began
-        while True:  # what an exception has left is left as well
+        while True:  # leave modules that an exception has left
             left = notes.modules.pop()
             self.end_range(left.range)
             if left.module is module:
                 break
         notes.change_layer(notes.modules[-1].layer if notes.modules else "")
-        # When the gradient of the result is there, the derivative of the layer begins.
+        # The backward of the layer begins with the gradient of its result.
         part = getattr(result, "_part", result)
         if isinstance(part, torch.Tensor) and part.grad_fn is not None and not in_transform():
             part.grad_fn.register_prehook(partial(self.derive, left.layer))
 
     def derive(self, layer: str, grads: Any) -> None:
-        """The gradient of what a layer gave is there."""
+        """Record that the gradient of a layer's output is available."""
         notes, task = self.thread(), torch._C._current_graph_task_id()
         notes.mark(layer, True)
         if task != notes.backward:
@@ -294,7 +295,7 @@ class Recorder:
         self.thread().mark(f"{type(optimizer).__name__}.step" if begins else "")
 
     def begin_range(self, name: str) -> Any:
-        """Show torch's profiler, and Nsight, what runs; `end_range` takes the result."""
+        """Begin a range in torch's profiler and in Nsight; pass the result to `end_range`."""
         shown = _Range(name)
         shown.__enter__()
         if self.has_nvtx:
@@ -323,7 +324,7 @@ def switch_on(limit: int) -> Recorder:
         register_optimizer_step_post_hook(partial(recorder.step, False)),
     ):
         recorder.changes.callback(hook.remove)
-    # compiled modules would say at each call that hooks of all modules see them twice
+    # compiled modules would warn at each call that global module hooks run twice
     warnings.filterwarnings(
         "ignore", message=r"Using `torch\.compile\(module\)` when there are global"
     )
@@ -344,16 +345,16 @@ def switch_off(recorder: Recorder) -> None:
     recorder.changes.close()
 
 
-# What is noted around a function that is replaced is a context manager, which gets the recorder and
-# the arguments of the function. If the function only starts something, and gives what waits for it,
-# then the context manager gives another one, for the wait.
+# The events around a replaced function are recorded by a context manager, which gets the recorder
+# and the arguments of the function. If the function only starts something, and returns an object to
+# wait for, the context manager yields another one, for the wait.
 
 AnyFunction = Callable[..., Any]
 Later = Callable[[], AbstractContextManager[Any]]
 
 
 def _wrapped(recorder: Recorder, own: AnyFunction, around: AnyFunction) -> AnyFunction:
-    """A function whose calls, and what waits for their results, are noted."""
+    """A function whose calls, and the waits for their results, are recorded."""
     if around is _follow:
         return _follow(recorder, own)
 
@@ -392,7 +393,7 @@ def noted(notes: ThreadNotes, event: Event) -> Iterator[None]:
 
 @contextmanager
 def about(recorder: Recorder, text: str) -> Iterator[None]:
-    """What exchanges inside of the block are about."""
+    """Describe the exchanges inside the block by a text."""
     notes = recorder.thread()
     notes.texts.append(text)
     try:
@@ -403,7 +404,7 @@ def about(recorder: Recorder, text: str) -> Iterator[None]:
 
 @contextmanager
 def known_bytes(recorder: Recorder, sent: _Bytes, received: _Bytes) -> Iterator[None]:
-    """How much the exchange inside of the block sends to whom, and receives."""
+    """Set the bytes that the exchange inside the block sends to and receives from each worker."""
     notes = recorder.thread()
     notes.bytes = sent, received
     try:
@@ -414,7 +415,7 @@ def known_bytes(recorder: Recorder, sent: _Bytes, received: _Bytes) -> Iterator[
 
 @contextmanager
 def movement(recorder: Recorder, operator: Any, *args: Any) -> Iterator[Later]:
-    """A method of an operator that moves, or starts to, or waits for what was started."""
+    """Record a method of an operator that moves, starts a move, or waits for one."""
     notes = recorder.thread()
     event = Event(PACKING, notes, operator)
     notes.operators.append(operator)
@@ -426,12 +427,12 @@ def movement(recorder: Recorder, operator: Any, *args: Any) -> Iterator[Later]:
 
 
 def stage(recorder: Recorder, stage: Stage, x: Any, y: Any, is_there: bool) -> Any:
-    """What may go through the engine: it is known here how much goes to whom."""
+    """Record the bytes of a stage, which the engine may run."""
     return known_bytes(recorder, *recorder.bytes_of(stage, x.element_size(), is_there))
 
 
 def _follow(recorder: Recorder, own: AnyFunction) -> AnyFunction:
-    """What the engine does, if it does: its result says so."""
+    """Record an exchange of the engine, if its result shows that it ran."""
 
     def follow(group: Group, program: CopyProgram, *exchange: Any) -> int:
         notes = recorder.thread()
@@ -448,7 +449,7 @@ def _follow(recorder: Recorder, own: AnyFunction) -> AnyFunction:
             raise
         finally:
             recorder.end_range(shown)
-        if num_received != NOTHING:  # else it goes another way
+        if num_received != NOTHING:  # otherwise it is sent in another way
             event.key, event.way = recorder.number(key), _ENGINE
             event.sent, event.received = notes.bytes or ({}, {})
             event.others = program.readers
@@ -461,7 +462,7 @@ def _follow(recorder: Recorder, own: AnyFunction) -> AnyFunction:
 
 @contextmanager
 def finish(recorder: Recorder, group: Group, *args: Any) -> Iterator[None]:
-    """The rest of what the engine has begun."""
+    """Record the rest of an exchange that the engine has started."""
     notes = recorder.thread()
     begun = None if notes.is_inside else notes.last
     try:
@@ -501,7 +502,7 @@ def exchange(
     own = this_worker()
     event.sent = {each.worker: each.tensor.nbytes for each in sends if each.worker != own}
     come = {each.worker: each.place.nbytes for each in receives if each.worker != own}
-    # who read what they get where it lies: its owner waits until they have
+    # workers that read directly: the owner waits until they have
     readers = tuple(worker for worker, size in event.sent.items() if size > LARGE_FOR_ENGINE)
     if at_once:
         event.received, event.others = come, readers
@@ -513,7 +514,7 @@ def exchange(
 def exchange_wait(
     recorder: Recorder, begun: Event, received: _Bytes, others: tuple[int, ...]
 ) -> Iterator[None]:
-    """The wait for an exchange, and for others that read what was sent."""
+    """Record the wait for an exchange, and for workers that read the sent tensor directly."""
     notes = recorder.thread()
     if notes.is_inside:
         yield
@@ -544,7 +545,7 @@ def on_devices(
 
 
 def _way(group: Group, device: torch.device, dense: bool) -> str:
-    """By which way messages go."""
+    """The way by which messages are sent."""
     ways = group._ways
     if device.type == "cpu" and ways.all_near:
         return _HOST_MEMORY
@@ -557,7 +558,7 @@ def _way(group: Group, device: torch.device, dense: bool) -> str:
 
 @contextmanager
 def small_sum(recorder: Recorder, group: Group, value: Any) -> Iterator[None]:
-    """The sum of a few numbers, which goes to everybody."""
+    """Record an all-reduce of a few numbers."""
     others = {worker: value.nbytes for worker in group.workers if worker != this_worker()}
     with known_bytes(recorder, others, others), about(recorder, "sum of a small tensor"):
         yield
@@ -567,8 +568,7 @@ def small_sum(recorder: Recorder, group: Group, value: Any) -> Iterator[None]:
 def agreement(
     recorder: Recorder, group: Group, *args: Any, by_wire: bool = False
 ) -> Iterator[None]:
-    """Words that all workers of a group exchange before they move something; or, by wire, what else
-    they do together: objects that they share, groups that they make."""
+    """Record an agreement, or, by wire, another collective call: shared objects, new groups."""
     notes = recorder.thread()
     if notes.is_inside or (group.size == 1 and not by_wire):
         yield
@@ -584,7 +584,7 @@ def agreement(
 
 @contextmanager
 def comparison(recorder: Recorder, group: Group, codes: Any, call: Any) -> Iterator[None]:
-    """What follows an agreement, and says what it was about."""
+    """Record the call that follows an agreement, which names it."""
     last = recorder.thread().last
     if last is not None and last.row == AGREEING and isinstance(call, str):
         last.text = call
