@@ -1,8 +1,8 @@
 """Pictures of layouts: which worker stores which box, and what a move sends.
 
-The pictures need matplotlib, which `pip install 'tessel[viz]'` brings along. Every worker has its
-colour. A tensor of one dimension is drawn as a bar, one of two as a plane; of a tensor with more,
-the first two dimensions that are split.
+The pictures need matplotlib, which `pip install 'tessel[viz]'` installs. Every worker has its
+colour. A tensor with one dimension is drawn as a bar, one with two as a plane; of a tensor with
+more, the first two split dimensions are drawn.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ def colour(worker: int) -> str:
 
 
 def draw_layout(layout: Layout, ax: Axes | None = None, *, title: str = "") -> Axes:
-    """Draw which box each worker stores; boxes that overlap and copies lie side by side.
+    """Draw the box that each worker stores; overlapping boxes and copies are side by side.
 
     Args:
         layout: the layout.
         ax: the matplotlib axes to draw on; new ones by default.
-        title: what to write above.
+        title: the title above the picture.
 
     >>> import tessel
     >>> from tessel.viz import draw_layout
     >>> layout = tessel.Layout.balanced(tessel.world(), (8,))
     >>> draw_layout(layout).figure.savefig("layout.png")  # doctest: +SKIP
     """
-    # A figure of its own, not pyplot's: nothing of the user's session changes.
+    # A separate figure, not pyplot's: the user's session does not change.
     axes = new_figure(4.8, 4.8).subplots() if ax is None else ax
     _Canvas(axes, _Paper(layout, _drawn_dims(layout)), title).show_owners()
     return axes
 
 
 def mark_parts(ax: Axes, layout: Layout, dims: tuple[int, int]) -> None:
-    """Mark on an image who has which part of it.
+    """Mark the parts of the workers on an image.
 
     Args:
-        ax: where the image is drawn.
-        layout: of a tensor that holds the image in two of its dimensions.
+        ax: the matplotlib axes of the image.
+        layout: the layout of a tensor that contains the image in two of its dimensions.
         dims: these dimensions, rows and columns.
     """
     from matplotlib.patches import Rectangle
@@ -90,9 +90,9 @@ def mark_parts(ax: Axes, layout: Layout, dims: tuple[int, int]) -> None:
 def draw_move(
     move: Move, path: str | PathLike[str] | None = None, *, element_size: int = 4
 ) -> Figure:
-    """Draw a tensor before and after a move, with an arrow for everything that travels.
+    """Draw a tensor before and after a move, with an arrow for everything that is sent.
 
-    After the move, every box shows by its colours from whom its content came; stripes are sums.
+    After the move, the colours of every box show which workers sent its content; stripes are sums.
 
     Args:
         move: the move.
@@ -113,7 +113,7 @@ def draw_move(
 
 
 def draw_plan(plan: Distributed | Explanation, path: str | PathLike[str] | None = None) -> Figure:
-    """Draw what a distributed operator does, step by step: layouts, bytes, memory, times.
+    """Draw the steps of a distributed operator: layouts, bytes, memory, times.
 
     Args:
         plan: the operator, or its explanation.
@@ -139,15 +139,15 @@ def draw_exchange(
     element_size: int = 4,
     titles: tuple[str, str] = ("before", "after"),
 ) -> None:
-    """Draw the move from `domain` to `codomain` on two axes; no workers need to run.
+    """Draw the move from `domain` to `codomain` on two axes; the workers need not exist.
 
     Args:
         before: the axes for the domain.
         after: the axes for the codomain.
-        domain: the layout that the tensor has.
-        codomain: the layout that it gets.
+        domain: the layout of the tensor before the move.
+        codomain: the layout after the move.
         element_size: the bytes of one element of the tensor.
-        titles: what to write above the two.
+        titles: the titles of the two.
     """
     dims = _drawn_dims(domain, codomain)
     start = _Canvas(before, _Paper(domain, dims), titles[0])
@@ -158,14 +158,14 @@ def draw_exchange(
     for piece in moved:
         start.mark(piece.giver, piece.box)
     end.show_origins(pieces)
-    # With a halo, neighbours give each other what both hold afterwards: one drawing shows it.
+    # With a halo, neighbours exchange what both hold afterwards: one drawing shows it.
     has_halo = domain.partition == codomain.partition and all(
         wide[0] <= own[0] and own[1] <= wide[1]
         for worker in domain.partition.ranks
         for own, wide in zip(domain.box(worker) or (), codomain.box(worker) or (), strict=True)
     )
     _draw_arrows(end if has_halo else start, end, moved, element_size)
-    # Messages are those of the route, which may have several stages.
+    # The messages of the route, which may have several stages.
     sizes = [
         element_size * sent.numel
         for worker in {*domain.partition.ranks, *codomain.partition.ranks}
@@ -177,7 +177,7 @@ def draw_exchange(
 
 @dataclass(frozen=True)
 class _SentPiece:
-    """What one worker takes from one worker: a box of the global tensor."""
+    """A box of the global tensor that one worker takes from another."""
 
     giver: int
     taker: int
@@ -185,7 +185,7 @@ class _SentPiece:
 
     @classmethod
     def all_of(cls, domain: Layout, codomain: Layout) -> Iterator[_SentPiece]:
-        """What all workers take in a move, of their own boxes as well."""
+        """The pieces that all workers take in a move, including those of their own boxes."""
         for taker in codomain.partition.ranks:
             box = codomain.box(taker)
             assert box is not None
@@ -196,7 +196,7 @@ class _SentPiece:
 
 
 def _summary(sizes: Sequence[int]) -> str:
-    """How many messages of which sizes, in words.
+    """The number and the sizes of messages, in words.
 
     >>> _summary([4096, 4096, 512])
     '3 messages, 8.5 KiB in all: 2 of 4 KiB, 1 of 512 B'
@@ -211,7 +211,7 @@ def _summary(sizes: Sequence[int]) -> str:
 
 
 def _drawn_dims(*layouts: Layout) -> tuple[int, ...]:
-    """The one or two dimensions to draw: those that are split come first."""
+    """The one or two dimensions to draw: split ones have priority."""
     dims = range(len(layouts[0].shape))
     split = [d for d in dims if any(len(layout.cuts[d].intervals) > 1 for layout in layouts)]
     chosen = [*split, *(d for d in dims if d not in split)][:2]
@@ -219,9 +219,9 @@ def _drawn_dims(*layouts: Layout) -> tuple[int, ...]:
 
 
 class _Paper:
-    """Where a layout's boxes lie on paper: side by side in their order, copies one by one.
+    """The positions of a layout's boxes on paper: side by side in order, each copy separately.
 
-    The longest dimension is one unit long, the other no less than a third of it.
+    The longest dimension is one unit long, the other at least a third of it.
     """
 
     def __init__(self, layout: Layout, dims: tuple[int, ...]) -> None:
@@ -235,7 +235,7 @@ class _Paper:
 
     @cached_property
     def starts(self) -> list[list[float]]:
-        """For each drawn dimension where its intervals start, and where the row of them ends."""
+        """For each drawn dimension, the starts of its intervals and the end of their row."""
         return [
             [0.0, *accumulate(scale * (b - a) + self.gap for a, b in self.layout.cuts[d].intervals)]
             for d, scale in zip(self.dims, self.scales, strict=True)
@@ -260,7 +260,7 @@ class _Paper:
         places = self.layout.places(coordinates)
         at = [starts[places[d]] for d, starts in zip(self.dims, self.starts, strict=True)]
         top, left = at if len(at) == 2 else (0.0, *(at or [0.0]))
-        # As many copies in a row as make the drawing about square; 3 gaps between them, so that
+        # The number of copies in a row makes the drawing about square; 3 gaps between them, so that
         # copies are further apart than the boxes of one.
         across = self.size[1] + 3 * self.gap
         down = self.size[0] + 3 * self.gap
@@ -310,8 +310,8 @@ class _Canvas:
             self._name(worker)
 
     def show_origins(self, pieces: Iterable[_SentPiece]) -> None:
-        """Paint every worker's box in the colours of those from whom it came."""
-        # Small pieces lie upon large ones, so that both are seen.
+        """Paint every worker's box in the colours of the workers that sent it."""
+        # Small pieces are drawn over large ones, so that both are visible.
         large_first = sorted(pieces, key=lambda p: (p.taker, -boxes.volume(p.box), p.box))
         for (taker, box), group in groupby(large_first, key=lambda p: (p.taker, p.box)):
             givers = [piece.giver for piece in group]
@@ -351,7 +351,7 @@ class _Canvas:
         wide, newline = width > 2 * height, "\n"
         shape = "×".join(map(str, self.paper.layout.shape_on(worker)))
         texts = (f"worker {worker}{'  ' if wide else newline}{shape}", f"worker {worker}")
-        # Points on paper; a character of this size takes about 5.4 across and 12 down.
+        # Points on paper; a character of this size is about 5.4 wide and 12 high.
         corners = self.ax.transData.transform([(0, 0), (width, height)])
         across, down = abs(corners[1] - corners[0]) * 72 / self.ax.figure.dpi
         text = str(worker)
@@ -372,7 +372,7 @@ def _write(ax: Axes, at: _Point, text: str, **style: Any) -> None:
 def _draw_arrows(
     start: _Canvas, end: _Canvas, moved: Sequence[_SentPiece], element_size: int
 ) -> None:
-    """One arrow for each piece, in the colour of its giver; those of one giver fan out."""
+    """Draw an arrow for each piece, in the colour of its sender; those of one sender fan out."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import ConnectionPatch
     from matplotlib.patheffects import Normal, withStroke
@@ -398,7 +398,7 @@ def _draw_arrows(
                 path_effects=[withStroke(linewidth=3.5, foreground="white"), Normal()],
                 zorder=5,
             )
-            # Of the figure, not of one of the axes, which would cut off what lies beyond them.
+            # On the figure, not on one of the axes, which would clip it.
             end.ax.figure.add_artist(arrow)
             if len(moved) <= _MOST_LABELLED_ARROWS and start is not end:
                 label = num_bytes(element_size * boxes.volume(piece.box))
@@ -406,7 +406,7 @@ def _draw_arrows(
 
 
 def _between(before: Axes, after: Axes, tail: _Point, head: _Point, bend: float) -> _Point:
-    """Where an arrow crosses the middle of the room between two drawings, seen from the second."""
+    """The point where an arrow crosses the middle between two drawings, in axes of the second."""
     (x0, y0), (x2, y2) = before.transData.transform(tail), after.transData.transform(head)
     # matplotlib's arc3 is the quadratic curve with this point in the middle
     x1, y1 = (x0 + x2) / 2 + bend * (y2 - y0), (y0 + y2) / 2 - bend * (x2 - x0)
