@@ -72,7 +72,7 @@ class Signature:
         """
         if isinstance(x, Signature):
             return x
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             return cls((), None, "cpu", forbids_grad=not torch.is_grad_enabled())
         grad_enabled = torch.is_grad_enabled()
         return cls(
@@ -174,7 +174,7 @@ class Agreement(Generic[T]):
             x: this worker's tensor.
             out: a tensor for the result, on all workers or on none.
         """
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and not x.is_nested:  # of which torch knows no shape
             enabled = torch.is_grad_enabled()
             kind: Any = x.shape, x.dtype, x.device, x.layout, x.requires_grad, enabled
         else:

@@ -21,7 +21,7 @@ from tessel.tensor.tensor import Tensor, absent, open_part, open_plain
 
 OF_THE_WHOLE = frozenset(
     (
-        *("get shape", "get device", "get ndim", "get is_cuda", "get itemsize"),
+        *("get shape", "get ndim", "get is_cuda", "get itemsize"),
         *("get is_mps", "get is_xpu", "get is_cpu", "get is_sparse", "get is_quantized"),
         *("get is_meta", "get nbytes", "get is_sparse_csr", "get is_mkldnn"),
         *("get is_vulkan", "get is_ipu", "get is_xla", "get is_mtia", "get is_maia"),
@@ -94,6 +94,27 @@ def dtype(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     asks = sys._getframe(3)  # behind `above` and `__torch_function__`
     if asks.f_globals.get("__name__") == _COLLECTIVES:
         check_values(args[0], "a collective of torch.distributed")
+    return of_the_whole(name, func, args, kwargs)
+
+
+_BATCH_NORMS = "torch.nn.modules.batchnorm"
+
+
+@rule("get device")
+def device(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """That of the part; and `nn.SyncBatchNorm` raises, which asks this before it exchanges.
+
+    It would add up the statistics of all processes, and each has those of the whole already. No
+    other batch norm asks.
+    """
+    asks = sys._getframe(3)  # behind `above` and `__torch_function__`
+    if asks.f_globals.get("__name__") == _BATCH_NORMS:
+        raise NotImplementedError(
+            f"torch's SyncBatchNorm exchanges statistics of plain tensors between processes, got "
+            f"a spread one, {args[0]._layout}: convert the model, "
+            f"tessel.nn.distribute_module(model, P_x), where it has the statistics of the whole, "
+            f"or use torch.nn.BatchNorm1d, 2d or 3d, which have those of a spread tensor"
+        )
     return of_the_whole(name, func, args, kwargs)
 
 

@@ -59,6 +59,7 @@ from tessel.tensor.table import (
     Settings,
     UnsupportedError,
     as_spread,
+    check_not_nested,
     held_layouts,
     in_order,
     made,
@@ -275,6 +276,9 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return without_rule(name, func, args, kwargs, error)
     except _OutsideError:
         return outlined(follow, name, func, args, kwargs)
+    except (RuntimeError, AttributeError):  # of a nested operand, which has no shape for rules
+        check_not_nested(name, args, kwargs)
+        raise
 
 
 class _OutsideError(Exception):
@@ -331,7 +335,9 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise unsupported(name, "a spread tensor cannot change its shape in place", *layouts)
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
-    return shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+    result = func(*parts(args), **parts(kwargs))
+    check_not_nested(name, result)
+    return shared(result, layouts[0].partition)
 
 
 # by which functions call what comes first, where that is not "input"
@@ -452,6 +458,7 @@ _RENAMED = frozenset((*_TORCHS, "input"))
 def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call a torch function on spread tensors and tensors of another kind that can become such."""
     if any(each not in converters and not issubclass(Tensor, each) for each in types):
+        check_not_nested(name_of(func), args, kwargs)
         return NotImplemented
     partition = _partition(args, kwargs)
 
@@ -477,6 +484,7 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     rule of the function that the operator is, if there is one (`tensor/aten.py`).
     """
     name = func._schema.name.partition("::")[2]
+    check_not_nested(name, args, kwargs)
     found = list(spread_among(args, kwargs))
     first = found[0]
     if (

@@ -22,6 +22,7 @@ from tessel.tensor.table import (
     Settings,
     UnsupportedError,
     as_spread,
+    check_not_nested,
     mapped,
     spread_among,
 )
@@ -113,6 +114,7 @@ def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     spread = list(spread_among(args, kwargs))
     say(name, spread)
     result = func(*gathered(args), **gathered(kwargs))
+    check_not_nested(name, result)
     return shared(result, spread[0]._layout.partition)
 
 

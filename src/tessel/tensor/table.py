@@ -86,6 +86,16 @@ def unsupported(name: str, why: str, *layouts: Layout) -> UnsupportedError:
     )
 
 
+def check_not_nested(name: str, *values: Any) -> None:
+    """Raise if a tensor is nested, as those of `torch.nested` are."""
+    if any(each.is_nested for each in tensors(*values)):
+        raise NotImplementedError(
+            f"torch's `{name}` of a spread tensor: nested tensors (torch.nested) have no shape "
+            f"that a layout could split; use padded tensors and a mask, or gather the spread "
+            f"tensor first, by x.full()"
+        )
+
+
 def tensors(*values: Any) -> Iterator[torch.Tensor]:
     """All tensors in arguments, also in lists, tuples and dictionaries."""
     for value in values:
