@@ -319,6 +319,27 @@ def test_ways_of_devices_are_traced(run: Run, tmp_path: Path) -> None:
         assert "all-reduce of gloo" in {each.get("by", "") for each in own}
 
 
+def into_tensors(path: str) -> None:
+    world = tessel.world()
+    P = world.create_cartesian_topology_partition([world.size])
+    layout = tessel.Layout.balanced(P, (2 * world.size,))
+    move, out = tessel.Move(layout, layout.grow([(1, 1)])), torch.empty(2 + 1)
+    x = torch.full((2,), float(world.rank or 0))
+    with tessel.trace(path):
+        y = move(x)
+        assert move(x, out=out) is out
+    assert torch.equal(y, out)
+
+
+def test_movements_into_tensors_are_traced(run: Run, tmp_path: Path) -> None:
+    run(into_tensors, str(tmp_path / "run.json"), nprocs=2)
+    own = [each for each in events_of(tmp_path / "run.json") if each["pid"] == 0]
+    args = [each["args"] for each in own if each["cat"] == "moving"]
+    (kind, sent), written = [(each["kind"], each["bytes_sent"]) for each in args]
+    assert (kind, sent) == written == ("halo exchange", 4)
+    check_exclusive(tmp_path / "run.json")
+
+
 def nested(folder: str) -> None:
     model, x = converted()
     with tessel.trace(f"{folder}/outer.json"):

@@ -600,8 +600,8 @@ def gradients(recorder: Recorder, bucket: GradientBucket, grads: Any) -> Iterato
 
 
 _WRAPPED: tuple[tuple[Any, str, AnyFunction], ...] = (
-    *((Move, name, movement) for name in ("_apply", "start", "start_adding")),
-    *((Move, name, movement) for name in ("start_apart", "complete")),
+    *((Move, name, movement) for name in ("_apply", "_apply_into", "start")),
+    *((Move, name, movement) for name in ("start_adding", "start_apart", "complete")),
     *((Halo, name, movement) for name in ("start", "start_adjoint", "finish", "add_arrived")),
     (Stage, "_follow", stage),
     (Group, "follow", _follow),
