@@ -370,12 +370,8 @@ def _recorded(history: _WrapperHistory | _Recomputed) -> torch.Tensor:
 
     # It stays with the result: a checkpoint in which a tensor is opened first must not count what
     # this saves, which is not saved when the checkpoint computes again.
-    with saved_tensors_hooks(pack, _itself):
+    with saved_tensors_hooks(pack, lambda kept: kept):
         return record_product(history, first, *rest)
-
-
-def _itself(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def opened(x: Any) -> tuple[torch.Tensor, Layout]:

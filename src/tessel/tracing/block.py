@@ -177,7 +177,10 @@ class TracedBlock:
         if self.num_workers == 1:
             _write(self.path, merge([part], 1))
             return
-        files = [_beside(self.path, worker) for worker in range(self.num_workers)]
+        files = [
+            self.path.with_name(f"{self.path.name}.worker{worker}")
+            for worker in range(self.num_workers)
+        ]
         # the exception that ends the block matters more than a full disk
         with _written_first(), suppress(OSError):
             _write(files[self.worker], part)
@@ -217,11 +220,6 @@ def why_not(path: Path) -> str:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"{path} cannot be written"
     return ""
-
-
-def _beside(path: Path, worker: int) -> Path:
-    """The file of one worker's part."""
-    return path.with_name(f"{path.name}.worker{worker}")
 
 
 def _write(path: Path, content: Any) -> None:

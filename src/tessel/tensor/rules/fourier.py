@@ -177,7 +177,8 @@ class HalfTransform(Unfinished):
             for each in self.steps[:-1]:
                 x = self._cut(each.at_hosts(x), {each.dim}, runs)
             self.waiting[key] = x
-        x, modes = self.waiting[key], self._modes(step.dim, runs[step.dim])
+        x, n = self.waiting[key], self.layout.shape[step.dim]
+        modes = tuple((k - self.shifts[step.dim]) % n for k in range(*runs[step.dim]))
         if key not in self.hosted and (key, modes) not in self.taken:
             if step.sums_less(x, self._num_modes(key, modes)):
                 self.taken[key, modes] = step.truncated(x, modes)
@@ -195,11 +196,6 @@ class HalfTransform(Unfinished):
         num_before = sum(len(known) for same, known in self.taken if same == key)
         is_first = num_before == 0 and modes[:1] == (0,) and self.steps[-1].kind == "fft"
         return num_before + len(modes) * (2 if is_first else 1)
-
-    def _modes(self, dim: int, run: Run) -> Frequencies:
-        """The frequencies of a slice."""
-        n = self.layout.shape[dim]
-        return tuple((k - self.shifts[dim]) % n for k in range(*run))
 
     def _cut(self, x: Tensor, dims: set[int], runs: Sequence[Run]) -> Tensor:
         x = self.rolled(x, sorted(dims))

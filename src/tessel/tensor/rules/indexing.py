@@ -707,8 +707,10 @@ def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     view, value = args[0], argument(args, kwargs, 1, "src", None)
     is_fit = isinstance(value, torch.Tensor) and value.dim() <= view.dim()
     if is_fit and isinstance(view, Tensor) and may_go_back(view):
-        base, items = _taken_of(view)
+        find_base, taken = view.__dict__["_taken"]  # the tensor of which this is a slice
+        base = find_base()
         if base is not None:
+            items = tuple(slice(*each) if isinstance(each, tuple) else each for each in taken)
             # What is not recorded leaves a view in the graph, as it leaves the base there.
             is_recorded = torch.is_grad_enabled() or view._part.requires_grad
             base[items] = value  # which takes the part of the view
@@ -727,12 +729,6 @@ def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             become_view(view, plain[found])
             return view
     return pointwise(name, func, args, kwargs)
-
-
-def _taken_of(view: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """The tensor of which this is a slice, and the slice."""
-    base, items = view.__dict__["_taken"]
-    return base(), tuple(slice(*each) if isinstance(each, tuple) else each for each in items)
 
 
 def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:
