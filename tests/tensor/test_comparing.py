@@ -131,6 +131,15 @@ def fewer_calls() -> Any:
     return x
 
 
+def other_movement_into() -> Any:
+    P = tessel.world()
+    x, layout = rows(), Layout.balanced(P.create_cartesian_topology_partition([P.size]), (6,))
+    move = tessel.Move(layout, layout.grow([(1, 1)]))
+    out = torch.empty(move.codomain.local_shape)
+    part = torch.ones(layout.local_shape)
+    return mine(lambda: move.apply(part, out=out), x.exp)()
+
+
 DIFFERENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "function": (other_function, ("calls `relu`(", "calls `exp`(")),
     "dim": (other_dim, ("float64, 0)", "float64, 1)")),
@@ -149,6 +158,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "spreads": (one_spreads, ("tessel.spread over", "`relu`")),
     "derives": (one_derives, ("a movement of a backward pass", "`relu`")),
     "leaves out": (one_leaves_out, ("a movement of a backward pass", "`mul`")),
+    "into": (other_movement_into, ("a movement from", "`exp`")),
     "fewer": (fewer_calls, ("`relu`", "nothing more in tessel.testing.check_calls()")),
 }
 
@@ -338,6 +348,24 @@ def some_of_the_workers() -> float:
                 (x.exp if world.rank == 1 else x.relu)()
         z = float(y.sum())
     return total if inner.active else z
+
+
+def into_overlapping() -> list[float]:
+    """A halo exchange into a tensor that holds the input, but on one worker not in its place."""
+    P = tessel.world()
+    grid = P.create_cartesian_topology_partition([P.size])
+    layout = Layout.balanced(grid, (2 * P.size,))
+    out, x = torch.empty(3), torch.arange(2.0) + 2 * (P.rank or 0)
+    if P.rank == 0:
+        x = out[1:].copy_(x)
+    with check_calls():
+        found = tessel.Move(layout, layout.grow([(1, 1)]))(x, out=out)
+    assert found is out
+    return out.tolist()
+
+
+def test_movements_into_tensors_are_compared_once(run: Run) -> None:
+    assert run(into_overlapping, nprocs=2) == [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
 
 
 def test_workers_outside_of_the_partition(run: Run) -> None:

@@ -42,6 +42,7 @@ _PLACED = frozenset(("to", "cuda", "xpu"))  # whose whole numbers are devices, o
 _DEVICE = re.compile(r"(cuda|cpu|xpu|mps)(:\d+)?")
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)  # of a rule, which calls others
+_moves: ContextVar[bool] = ContextVar("moves", default=False)  # within a movement that was compared
 
 
 @contextmanager
@@ -145,19 +146,23 @@ def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
     """What moves data, after all workers of it said that they move the same."""
 
     def move(operator: LinearOperator, *args: Any) -> Any:
+        # A movement into a tensor makes another one on workers whose tensor cannot be written to at
+        # once, which only they know: what a movement makes is compared with it, not by itself.
+        if is_compiling() or _moves.get():
+            return own(operator, *args)
         source, target = operator.domain, operator.codomain
-        compiles = is_compiling()
-        if not compiles and operator.takes_part and _anything_moves(source, target):
+        if operator.takes_part and _anything_moves(source, target):
             when = " of a backward pass" if in_backward() else ""
             said = f"a movement{when} from {source} to {target}"
             compare(operator.group, said, f"{source.identity} {target.identity}")
-        return own(operator, *args)
+        with setting(_moves, True):
+            return own(operator, *args)
 
     return move
 
 
 _MOVEMENTS: tuple[tuple[Any, str], ...] = (
-    *((Move, name) for name in ("_apply", "start", "start_apart", "complete")),
+    *((Move, name) for name in ("_apply", "_apply_into", "start", "start_apart", "complete")),
     *((Halo, name) for name in ("start", "start_adjoint")),
 )
 _replaced: list[tuple[Any, str, Any]] = []  # of which class what, while workers compare
