@@ -124,8 +124,7 @@ class Halo(LinearOperator):
     def add_arrived(self, arrived: ArrivedParts, x: Tensor) -> Tensor:
         """Add the received values in their places."""
         # Added, not copied: the strips of two workers may contain the same index. The order is that
-        # of
-        # the plan, not of arrival, so that sums are the same in every run.
+        # of the plan, not of arrival, so that sums are the same in every run.
         for piece in self._plan.gives:
             x[piece.region].add_(arrived[piece.peer])
         return x
@@ -189,8 +188,7 @@ class AsyncHalo:
         """Send x; return x, for one use in the meantime, and a token for the messages in transit.
 
         In a backward pass the received values are added to the gradient of this use in place. So
-        this
-        gradient must be a tensor of its own, as that of a convolution is.
+        this gradient must be a tensor of its own, as that of a convolution is.
         """
         if in_transform() or is_compiling():
             return x, record(self._send, x)

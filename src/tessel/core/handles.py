@@ -16,8 +16,7 @@ class HasHandle:
     """An object with a `handle` of its own; a copy of it gets another.
 
     A class with a method for graphs (`in_graphs`) defines `can_be_traced`, which says whether a
-    call
-    can be in one, and may define how parameters enter and of which classes results are.
+    call can be in one, and may define how parameters enter and of which classes results are.
 
     No other process has the same handle, since compilers cache their results on disk under the
     text of a graph. It is a string, since compilers assume that integers may change.

@@ -128,8 +128,7 @@ class LinearOperator(HasHandle):
         """Make the group of the operator, on all workers of the job together, and return it.
 
         Constructors do so, and so does the first call of an operator without a group: a copy, or
-            one
-        that was loaded, perhaps by this worker alone.
+        one that was loaded, perhaps by this worker alone.
         """
         group = self._group
         if group is None:
@@ -375,8 +374,7 @@ def agreed_in_graphs(
         agree: called with signatures; in a run also with the words about values.
         given: the tensors.
         compiled: keeps conclusions. A call is traced several times; if conclusions are kept,
-            workers
-            tell each other only once that they compile it.
+            workers tell each other only once that they compile it.
         key: anything else that distinguishes conclusions.
     """
     signatures = tuple(map(Signature.of, given))

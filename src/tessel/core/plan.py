@@ -25,8 +25,7 @@ LARGE = 2**18
 MANY, MORE = 4, 2**14
 # Values that one worker gives to this many go by parts, if there are more than MORE elements: with
 # 1 MiB, whose pages all would read at once, 16 workers get their copies in 0.5 ms, instead of 1.2
-# ms
-# from one of them. Eight workers take longer by parts, as there are twice as many messages.
+# ms from one of them. Eight workers take longer by parts, as there are twice as many messages.
 WIDE = 16
 Hosts = tuple[int, ...]  # the number of the host of each worker of the job
 

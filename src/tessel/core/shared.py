@@ -165,8 +165,7 @@ class Sum:
     """The sum of flat tensors over workers, in two steps: other messages may travel in between.
 
     Copies travel, and each worker adds those of its part, in the order of the workers. (Values for
-    a
-    move that adds have to wait for their turn, and block others.) They are added in the memory of
+    a move that adds have to wait for their turn, and block others.) They are added in the memory of
     one of them, so that besides a tensor and the received copies there is never a third.
 
     Args:

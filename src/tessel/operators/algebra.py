@@ -524,8 +524,7 @@ def _joint(spaces: Sequence[TensorSpace], changes_numbers: bool) -> TensorSpace:
     """The space of all dimensions; complex if a factor is complex and none changes the numbers.
 
     Next to a factor between real and complex numbers the others act on its complex side: the
-        tensors
-    on its real side are real.
+    tensors on its real side are real.
     """
     shape = tuple(length for space in spaces for length in space.shape)
     is_complex = any(space.is_complex for space in spaces) and not changes_numbers

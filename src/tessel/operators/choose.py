@@ -144,10 +144,8 @@ def best_partition(
         operator: any operator that is not distributed.
         workers: the number of workers.
         partition_out: as in `distribute`: by default the result has the layout of the input, a
-            number
-            of workers for each dimension specifies another one, and `"anywhere"` leaves it where
-            the
-            last step ends.
+            number of workers for each dimension specifies another one, and `"anywhere"` leaves it
+            where the last step ends.
         columns: the length of the batch on each worker.
         machine: the model that predicts times; by default the one stored for this machine.
         partition: the only partition to look at; by default all are compared.

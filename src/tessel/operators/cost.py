@@ -207,8 +207,7 @@ class Counter:
         has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
         if isinstance(actor, ParDFT):
             # Weights of a real transform's adjoint, and cutting or filling modes, are passes of
-            # their
-            # own over the tensor.
+            # their own over the tensor.
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory

@@ -96,8 +96,7 @@ class ParDFT(Leaf):
             for each in others
         )
         # `rfftn` makes the numbers complex along its last dimension, before all others; `irfftn`
-        # makes
-        # them real last: a real transform can only begin or end the call.
+        # makes them real last: a real transform can only begin or end the call.
         return (
             same
             and not any(each.is_real for each in others if each.is_swapped)

@@ -236,8 +236,7 @@ class Distributed(HasHandle, ParOperator):
 
         Every worker must pass its part, in the operator's dimensions and one more for `columns`,
         and either all or none one that needs a gradient. `order` is the order of dimensions in
-        memory,
-        the same on all workers, if it is not the usual one; only speed depends on it.
+        memory, the same on all workers, if it is not the usual one; only speed depends on it.
         """
         key = columns, tuple(range(x.dim())) if order is None else order
         functions = self._programs.get(key)

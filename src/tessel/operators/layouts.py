@@ -185,9 +185,8 @@ def on_common_grids(
     """Both layouts on one grid that is finer than theirs, if it exists; else each on its own.
 
     On one grid a plan can keep the split of some dimensions and move the axes of others. The grid
-    is
-    finer than those of further layouts, too, if such a grid exists: if not, some
-    arrangements of a tensor are left out, and none that is necessary.
+    is finer than those of further layouts, too, if such a grid exists: if not, some arrangements of
+    a tensor are left out, and none that is necessary.
     """
     grids = some.partition.shape, other.partition.shape
     fine = refinement(*grids)

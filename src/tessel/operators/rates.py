@@ -92,8 +92,7 @@ class Machine:
         """The rates for this number of workers.
 
         As many workers as were measured share one machine. Further ones are on more machines like
-        it,
-        with one worker for each core.
+        it, with one worker for each core.
         """
         for each in self.rates:
             if workers <= each.workers:

@@ -102,8 +102,7 @@ class OperatorTask:
         if set(self.dims) & set(earlier.dims):
             return True
         # All numbers of a tensor are real, or all are complex: a task that takes complex ones
-        # cannot
-        # come before the one that makes them, along whatever dimension.
+        # cannot come before the one that makes them, along whatever dimension.
         if earlier.changes_numbers:
             return self.source.is_complex or self.changes_numbers
         return self.changes_numbers and earlier.source.is_complex
