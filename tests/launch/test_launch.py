@@ -487,6 +487,11 @@ def test_function_typed_at_a_prompt(monkeypatch):
     assert launch(prompt.f, 2) == ["here", "here"]
 
 
+# What the memory of new tensors depends on. A world of this process sets some of these, too, and
+# the programs that it starts inherit them.
+ALLOCATION = ("MALLOC_", "TESSEL_ALLOC", HUGE_PAGES)
+
+
 def faults_of_new_tensors() -> int:
     """Pages that the system had to clear while large tensors came and went."""
     torch.set_num_threads(1)
@@ -509,7 +514,7 @@ def faults_of_new_tensors() -> int:
 def test_workers_keep_the_memory_of_freed_tensors(
     monkeypatch: pytest.MonkeyPatch, setting: str, value: str, keeps: bool
 ) -> None:
-    for name in [name for name in os.environ if name.startswith(("MALLOC_", "TESSEL_ALLOC"))]:
+    for name in [name for name in os.environ if name.startswith(ALLOCATION)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv(setting, value)
     pages = 30 * 2**25 // 4096
@@ -535,7 +540,7 @@ def faults_of(program: str, folder: Path, **settings: str) -> int:
         f"import torch, tessel; {program}\n"
         "from test_launch import faults_of_new_tensors; print(faults_of_new_tensors())"
     )
-    taken = ("MALLOC_", "TESSEL_ALLOC", *("RANK", "WORLD_SIZE", "MASTER"))
+    taken = (*ALLOCATION, "RANK", "WORLD_SIZE", "MASTER")
     own = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
     found = subprocess.run(
         [sys.executable, str(script)],
@@ -596,7 +601,7 @@ def has_huge_pages() -> bool:
 def test_large_tensors_of_workers_lie_in_huge_pages(
     monkeypatch: pytest.MonkeyPatch, setting: str, value: str, asks: bool
 ) -> None:
-    for name in [n for n in os.environ if n.startswith(("MALLOC_", "TESSEL_ALLOC", HUGE_PAGES))]:
+    for name in [name for name in os.environ if name.startswith(ALLOCATION)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv(setting, value)
     for found in tessel.launch(huge_pages_of_a_tensor, 2, timeout=60):
