@@ -309,7 +309,7 @@ def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor
 def _reading(
     layout: Layout, picks: tuple[Pick, ...], news: tuple[int, ...]
 ) -> tuple[Layout, Layout]:
-    """The layout that workers read, and that of the result, in balanced parts where it is shorter."""
+    """The layout that workers read, and that of the result: balanced where it is shorter."""
     reads: list[Cut] = []
     found: list[tuple[int, Cut] | None] = []
     lost: set[int] = set()  # axes that split a dimension of which one index remains

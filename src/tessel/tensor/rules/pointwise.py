@@ -283,7 +283,7 @@ def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def tells_strides(layout: Layout, dims: tuple[int, ...] = ()) -> bool:
-    """Whether strides of each part are those of the whole, unlike for a single index.
+    """Whether strides of each part tell those of the whole; those of a single index do not.
 
     Args:
         layout: the layout of the whole.
