@@ -144,7 +144,7 @@ def is_alone(x: torch.Tensor, *views: torch.Tensor) -> bool:
     """Whether only Python names refer to a tensor and to these views of it, on this worker."""
     storage = x.untyped_storage()  # a reference itself
     return (
-        not weakref.getweakrefs(x)  # as converted models have to their parameters and buffers
+        not weakref.getweakrefs(x)  # converted models have these to their parameters and buffers
         and x._use_count() == 1 + len(views)  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(storage._cdata) == 2 + len(views)
         and all(each._use_count() == 1 and not weakref.getweakrefs(each) for each in views)  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Aliases: which tensors share memory in torch, and what becomes of those that do not here.
+"""Aliases: tensors that share memory in torch, also where they do not here.
 
 In torch, a slice is a view. Along a split dimension values have to move, so it is a copy here. A
-change in place would reach one of the two and not the other: the one that it does not reach gives
-its part away, and using it raises an error. Layouts determine which tensors share memory, so that
-all workers raise alike.
+change in place would reach one of the two and not the other: the one that it does not reach loses
+its part, and using it raises an error. Layouts determine which tensors share memory, so that all
+workers raise alike.
 """
 
 from __future__ import annotations

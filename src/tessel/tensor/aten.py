@@ -123,7 +123,7 @@ def below_autograd() -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Switch autograd on again, which was applied above the operator, for the graph of parts."""
+    """Switch autograd on again below an operator, to record the graph of parts."""
     with (
         _reached(
             DispatchKey.AutogradFunctionality,

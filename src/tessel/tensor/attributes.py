@@ -159,7 +159,7 @@ def set_data(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
 
 @rule("requires_grad_", "set requires_grad")
 def set_requires_grad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Tensor | None:
-    """Set it for the part, and for the wrapper, which some code sees instead."""
+    """Set `requires_grad` of the part, and of the wrapper, which some code reads instead."""
     x, *rest = args
     needs = bool(rest[0] if rest else kwargs.get("requires_grad", True))
     open_part(x).requires_grad_(needs)

@@ -26,7 +26,7 @@ LEAST_VALUES = 1 << 18  # in a worker's part; a smaller one is copied faster
 LEAST_VALUES_ON_GPU = 1 << 25
 PoolInterval = Callable[
     [Tensor, Interval], Tensor
-]  # of what an interval of outputs along the split dimension reads
+]  # pools the inputs of an interval of outputs along the split dimension
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class InteriorBorderPool:
     """A pool in interior and border, along the one dimension that is split.
 
     Attributes:
-        plan: the layouts of the input, the output and what the output reads.
+        plan: the layouts of the input, of the output, and of the inputs that it reads.
         dim: the dimension.
         window: the window along it.
         halo: the operator that fetches rows of others.

@@ -1,4 +1,4 @@
-"""Products with a part of a weight, which overlap gradients in transit, and need little memory."""
+"""Products with a part of a weight, with overlapped gradients and little memory."""
 
 from __future__ import annotations
 

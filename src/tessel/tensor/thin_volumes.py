@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-MOST_SLOW = 20480  # the product up to which torch does not take oneDNN (ATen's Convolution.cpp)
+MOST_SLOW = 20480  # the product up to which torch does not use oneDNN (ATen's Convolution.cpp)
 DimOrder = tuple[int, int, int]
 T = TypeVar("T")
 

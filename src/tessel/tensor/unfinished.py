@@ -5,9 +5,9 @@ transforms back. The selection along one dimension commutes with transforms alon
 
     R F = (R₁ F₁) (R₂ F₂),    F⁻¹ Rᵀ = (F₁⁻¹ R₁ᵀ) (F₂⁻¹ R₂ᵀ)
 
-so if dimension 1 is split, only R₂ F₂ x has to be sent there, and as much back. But torch computes
-F x first, and R later. So in a converted model a transform stops before the first movement that
-could send less, and zeros with modes written into them stay a list of these. Rules for slices,
+so if dimension 1 is split, only R₂ F₂ x has to be sent there, and as many values back. But torch
+computes F x first, and R later. So in a converted model a transform stops before the first movement
+that could send less, and zeros with modes written into them stay a list of these. Rules for slices,
 shifts and inverse transforms support both (`early`); anything else reads the part of such a tensor,
 which finishes it.
 """

@@ -472,7 +472,7 @@ class Stack:
         return tuple(found)
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        """The parts of each output, which were gathered, along a new last dimension."""
+        """The gathered terms of each output, along a new last dimension."""
         for dim, table in reversed(list(enumerate(self.tables))):
             if table is not None:
                 indices, most = table

@@ -291,7 +291,7 @@ def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) 
 def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Put values at any positions of an image, which must be whole; batches may be split."""
     names = ["kernel_size", "stride", "padding", "output_size"]
-    if func is not getattr(F, name):  # the function in C++, which F's calls for a plain input
+    if func is not getattr(F, name):  # the C++ function, which F's calls for a plain input
         names = ["output_size", "stride", "padding"]
     given = named(args, kwargs, **dict.fromkeys(["indices", *names]))
     x, indices, D = args[0], given.pop("indices"), int(name[-2])

@@ -229,7 +229,7 @@ def _is_index(item: Any) -> bool:
 def _with_places(given: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
     """A key with masks replaced by the indices that they select, on all workers.
 
-    Several tensors in a key are broadcast against each other, for which masks must be indices.
+    Several tensors in a key are broadcast against each other, which requires indices.
     """
     shapes = [
         (tuple(each.shape) if isinstance(each, torch.Tensor) else (len(each),))

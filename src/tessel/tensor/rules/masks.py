@@ -147,7 +147,7 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
 
 
 def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:
-    """The values that a mask selects, which covers some dimensions from `at` on."""
+    """The values that a mask selects; it covers some dimensions from `at` on."""
     choice = chosen(name, x._layout, mask, at)
     return made(computed(lambda part: part[choice.key], moved(x, choice.there)), choice.result)
 

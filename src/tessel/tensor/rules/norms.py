@@ -157,7 +157,7 @@ class ChannelGroups(Gathering):
     """The gathering for channels in groups, which may be cut anywhere.
 
     If every cut is between two groups, the groups are split like their channels. Otherwise each
-    place has moments of all groups, some of which may be of no value.
+    place has moments of all groups, some of them of no values.
 
     Args:
         size: the number of channels of a group.
@@ -214,8 +214,8 @@ def _normalized(
     """w (x − m) / √(v + ε) + b, with one number of each for every index of the second dimension.
 
     Torch's kernel for given statistics takes constants m̄, v̄. With s = √(v + ε), and likewise s̄,
-    the result is w' (x − m̄) / s̄ + b' for w' = w s̄ / s and b' = b + (m̄ − m) w / s. This holds for
-    all m and v, so gradients of every order are right, and nothing is kept but `x`.
+    the result is w' (x − m̄) / s̄ + b' for w' = w s̄ / s and b' = b + (m̄ − m) w / s. This holds
+    for all m and v, so gradients of every order are right, and nothing is kept but `x`.
 
     With a `gathering` everything before w' and b' is shared. Only their use differs between
     workers, so only their gradients are summed, in one exchange.

@@ -118,7 +118,7 @@ def pooled(x: Any, pool: Pool) -> Any:
 
 @dataclass(frozen=True)
 class Frame:
-    """The arguments with which torch's own pool of what windows read gives a worker's outputs.
+    """The arguments with which torch's own pool computes a worker's outputs.
 
     Torch pads both sides equally, and where windows extend beyond the right side only it counts at
     most one of them. So there may be superfluous outputs before, and values to append.
