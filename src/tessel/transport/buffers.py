@@ -1,4 +1,4 @@
-"""Buffers: the tensors of one exchange, with the workers they go to and come from."""
+"""Buffers: the tensors of one exchange, with the workers that receive or send them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 class SendBuffer(NamedTuple):
-    """A tensor for a worker: any strides; it must not change before the exchange is over."""
+    """A tensor for a worker: with any strides; it must not change before the exchange is over."""
 
     worker: int
     tensor: Tensor
 
 
 class ReceiveBuffer(NamedTuple):
-    """A place for what comes from a worker: any strides; written, or added to."""
+    """A place for a tensor from a worker: with any strides; overwritten, or added to."""
 
     worker: int
     place: Tensor
     adds: bool = False
 
     def put(self, values: Tensor) -> None:
-        """Put what came into its place."""
+        """Write received values to their place, or add them."""
         self.place.add_(values) if self.adds else self.place.copy_(values)
