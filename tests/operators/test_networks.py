@@ -226,7 +226,7 @@ def test_the_doctor_measures_under_a_launcher(tmp_path: Path) -> None:
 
 def test_an_output_without_a_measurement_is_refused(capsys: Any) -> None:
     assert main(["doctor", "--output", "machine.json"]) == 2
-    assert "--output says where --measure" in capsys.readouterr().err
+    assert "--output requires --measure" in capsys.readouterr().err
 
 
 # --- models
@@ -313,7 +313,7 @@ def test_plan_for_a_model(capsys: Any) -> None:
         ("models:Nothing", "PACKAGE:FUNCTION"),
         ("nowhere", "PACKAGE:FUNCTION"),
         ("models:UNet", "write arguments"),
-        ("models:UNet(3)", "does not take an input"),
+        ("models:UNet(3)", "does not accept an input"),
         ("math:sqrt(2)", "must make a torch.nn.Module"),
     ):
         assert main([*words, model]) == 2

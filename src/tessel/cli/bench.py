@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tessel bench`."""
     parser.add_argument("claims", nargs="*", metavar="claim", help="all by default")
     parser.add_argument("--list", action="store_true", help="list the claims without measuring")
-    parser.add_argument("--rounds", type=int, help="turns of every contender in each case")
+    parser.add_argument("--rounds", type=int, help="number of runs of each contender in each case")
     parser.add_argument(
         "--quick", action="store_true", help="two short rounds, to check that everything runs"
     )

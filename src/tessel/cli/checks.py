@@ -63,7 +63,7 @@ def check_network(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             True,
             "a process cannot reach itself as localhost",
-            "bring the interface up (ip link set lo up) and have `127.0.0.1 localhost` in "
+            "bring the interface up (ip link set lo up) and add `127.0.0.1 localhost` to "
             "/etc/hosts",
         )
     # Gloo accepts several names, separated by commas.
@@ -148,7 +148,7 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
             False,
             f"only {num_bytes(available)} of memory is available; a worker needs about 300 MiB "
             f"before it holds any tensor",
-            "end other programs, or use fewer workers",
+            "close other programs, or use fewer workers",
         )
     if facts.matplotlib is None:
         text = "matplotlib is not installed: `tessel demo` draws no picture"

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where --measure stores the model (default: as usual)",
+        help="file for the model of --measure (default: where `tessel plan` looks for it)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Examine, measure and print; return 1 if something is broken."""
     if args.output and not args.measure:
-        print("tessel doctor: --output says where --measure stores its model", file=sys.stderr)
+        print("tessel doctor: --output requires --measure, whose model it stores", file=sys.stderr)
         return 2
     if args.measure and transport.launched_as() is not None:
         return measure_this_job(args)

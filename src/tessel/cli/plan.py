@@ -43,31 +43,44 @@ _DTYPES = ("float32", "float64", "complex64", "complex128")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tessel plan`."""
     parser.add_argument(
-        "--shape", type=lengths, required=True, help="lengths in space, such as 256,256,256"
+        "--shape",
+        type=lengths,
+        required=True,
+        help="lengths of the dimensions of space, such as 256,256,256",
     )
     parser.add_argument("--operator", choices=OPERATORS, default="fft", help="fft by default")
     parser.add_argument("--workers", type=int, required=True, help="number of workers")
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="or its precision")
     parser.add_argument(
-        "--channels", type=int, help="a dimension before those in space; fno: 20 by default"
+        "--dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="dtype of the input, or its precision (default: float32)",
     )
     parser.add_argument(
-        "--modes", type=lengths, help="fno: kept frequencies of each sign, such as 12 or 12,12,8"
+        "--channels",
+        type=int,
+        help="number of channels, a dimension before those of space (default for fno: 20)",
+    )
+    parser.add_argument(
+        "--modes",
+        type=lengths,
+        help="fno: number of frequencies of each sign to keep, such as 12 or 12,12,8",
     )
     parser.add_argument("--batch", type=int, default=1, help="columns on each worker (default: 1)")
     parser.add_argument(
-        "--anywhere", action="store_true", help="leave the result where the last step ends"
+        "--anywhere", action="store_true", help="leave the result in the layout of the last step"
     )
     parser.add_argument(
         "--machine", metavar="FILE", help="machine model, or jean-zay (default: this machine's)"
     )
     parser.add_argument(
-        "--partition", type=lengths, help="predict for this partition, such as 64,64,1, alone"
+        "--partition", type=lengths, help="predict only this partition, such as 64,64,1"
     )
     parser.add_argument(
         "--model",
         metavar="PACKAGE:FUNCTION",
-        help="what makes a torch module, as torchvision.models:resnet18; --shape is its input",
+        help="function that returns a torch module, such as torchvision.models:resnet18; --shape "
+        "is the shape of its input",
     )
     parser.add_argument("--picture", metavar="FILE", help="draw the steps (PNG, PDF, SVG)")
     parser.add_argument("--json", action="store_true", help="print the choice as JSON")

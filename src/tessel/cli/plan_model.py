@@ -168,7 +168,7 @@ def layers_of(
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             line = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"the model does not take an input of shape {shape}: {line}"
+                f"the model does not accept an input of shape {shape}: {line}"
             ) from error
     return calls, held
 

@@ -93,7 +93,7 @@ class HostRendezvous(RendezvousHandler):
             store.wait([f"host/{each}" for each in range(self._hosts)])
         except dist.DistStoreError as error:
             raise RendezvousTimeoutError(
-                f"not all of {self._hosts} hosts came within {self._seconds:.0f} s"
+                f"not all of the {self._hosts} hosts joined within {self._seconds:.0f} s"
             ) from error
         except dist.DistNetworkError as error:
             raise RendezvousConnectionError("the first host has left") from error

@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="workers on this host (default: one per GPU, else one per core)",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="run a module, as python -m does"
+    )
     parser.add_argument(
         "--threads",
         type=positive,
@@ -102,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rdzv-endpoint",
         type=argument(Endpoint),
         metavar="HOST:PORT",
-        help="address of one of the hosts, where the others find it; one host alone needs none",
+        help="address of one of the hosts, at which all of them meet; not needed for a single host",
     )
     hosts.add_argument(
         "--rdzv-id", default="tessel", metavar="ID", help="name of this job, the same on every host"
@@ -205,7 +207,7 @@ def check_command(args: argparse.Namespace, command: Sequence[str]) -> None:
     """End with a message and exit code 2 if the workers could not even start."""
     error = args.parser.error
     if not command:
-        error("nothing to run: give a script, or -m and a module")
+        error("nothing to run: pass a script, or -m and a module")
     if args.module:
         path = sys.path[:]
         sys.path.insert(0, os.getcwd())

@@ -37,7 +37,7 @@ _BINS = 2400  # bins of a picture, one for each pixel from left to right
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tessel trace`."""
-    parser.add_argument("file", help="what tessel.trace or `tessel run --trace` wrote")
+    parser.add_argument("file", help="file written by tessel.trace or `tessel run --trace`")
     parser.add_argument(
         "--picture", metavar="FILE", help="where to draw it (PNG, PDF, SVG); FILE.png by default"
     )
@@ -152,8 +152,8 @@ def loaded(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a trace: {error}") from error
     if not isinstance(trace, dict) or not {"traceEvents", "tessel"} <= trace.keys():
         raise ValueError(
-            f"{path} is not a trace of Tessel: `with tessel.trace(...)` and `tessel run --trace` "
-            f"write them"
+            f"{path} is not a trace of Tessel; traces are written by `with tessel.trace(...)` and "
+            "`tessel run --trace`"
         )
     return trace
 
