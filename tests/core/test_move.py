@@ -174,18 +174,18 @@ ON_ONE: dict[str, Callable[[Tensor], Any]] = {
     "a list": lambda out: out.tolist(),
 }
 ERRORS = {
-    "gradient": "a call with `out` has no derivative: leave it out, or call it under torch.no_grad",
-    "shape": "worker 0 passed as `out` a tensor of shape (5,), torch.float32 on cpu; expected (6,)",
-    "something for nothing": "worker 1 passed as `out` a tensor of shape (6,), but nothing comes",
+    "gradient": "a call with `out` does not support automatic differentiation; omit `out`",
+    "shape": "worker 0 passed an `out` of shape (5,), torch.float32 on cpu; expected (6,)",
+    "something for nothing": "worker 1 passed an `out` of shape (6,), but receives nothing",
     "copies": "some of whose elements share memory",
-    "shape on one": "worker 0 passed as `out` a tensor of shape (5,), torch.float32 on cpu",
+    "shape on one": "worker 0 passed an `out` of shape (5,), torch.float32 on cpu",
     "dtype on one": "shape (6,), torch.float64 on cpu; expected (6,), torch.float32 on cpu",
-    "device on one": "worker 0 passed as `out` no tensor, or one that cannot be written to",
+    "device on one": "worker 0 passed an `out` that is not a tensor, or cannot be written to",
     "overlap": "some of whose elements share memory",
-    "requires a gradient": "a tensor that requires a gradient: pass out.detach()",
+    "requires a gradient": "an `out` that requires a gradient: pass out.detach()",
     "on one": "workers [1] passed `out` and workers [0] did not; pass it on all workers",
-    "a list": "worker 0 passed as `out` no tensor, or one that cannot be written to",
-    "spread": "worker 0 passed as `out` no tensor, or one that cannot be written to",
+    "a list": "worker 0 passed an `out` that is not a tensor, or cannot be written to",
+    "spread": "worker 0 passed an `out` that is not a tensor, or cannot be written to",
 }
 
 

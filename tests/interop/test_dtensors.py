@@ -164,9 +164,7 @@ def rows_of_a_mesh() -> None:
         expected = torch.nn.functional.conv1d(whole, layer.weight, layer.bias, padding=1)
         close(model(layout.local_part(whole)), layout.local_part(expected))
     wrong = SimpleNamespace(mesh=torch.tensor([0, 1] if world.rank < 3 else [1, 3]))
-    with pytest.raises(
-        ValueError, match=r"do not overlap, got those of workers \(0, 1\), \(1, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"do not overlap, got rows of workers \(0, 1\), \(1, 3\)"):
         Partition.from_mesh(wrong)
 
 

@@ -86,7 +86,7 @@ def refused(name: str) -> str:
 def test_all_workers_raise_where_one_output_does_not_fit(run: Run, name: str) -> None:
     texts = run(refused, name, nprocs=3)
     assert texts[0] and texts == texts[:1] * 3
-    assert "worker 0 passed as `out` a tensor of shape" in texts[0]
+    assert "worker 0 passed an `out` of shape" in texts[0]
 
 
 def one_slice() -> list[str]:
@@ -106,7 +106,7 @@ def one_slice() -> list[str]:
 def test_slices_raise_for_each_other(run: Run) -> None:
     first, *others = run(one_slice, nprocs=4)
     assert len(first) == 3 and all(each == first for each in others)
-    assert all("worker 3 passed as `out`" in text for text in first)
+    assert all("worker 3 passed an `out`" in text for text in first)
 
 
 def outside() -> bool:

@@ -330,7 +330,7 @@ def _outputs(label: str, workers: tuple[int, ...], rows: Any) -> SignaturesOfOut
         others = [worker for worker in workers if worker not in passed]
         raise ValueError(
             f"{label}: workers {passed} passed `out` and workers {others} did not; pass it on all "
-            "workers, where nothing comes torch.empty(0)"
+            "workers, as torch.empty(0) where nothing is received"
         )
     signed = rows[:, 1 : 1 + NUM_SIGNED].tolist()
     return dict(zip(passed, map(Signature.from_words, signed), strict=False))
@@ -349,29 +349,29 @@ def check_outputs(
     """
     if meta.needs_grad or any(out.has_tangent for out in outputs.values()):
         raise ValueError(
-            f"{label}: a call with `out` has no derivative: leave it out, or call it under "
-            "torch.no_grad()"
+            f"{label}: a call with `out` does not support automatic differentiation; omit `out`, "
+            "or call it under torch.no_grad()"
         )
     for worker, out in outputs.items():
-        shape, got = expected[worker], f"worker {worker} passed as `out`"
+        shape, got = expected[worker], f"worker {worker} passed an `out`"
         if shape is None:  # what is there stays
             if prod(out.shape):
                 raise ValueError(
-                    f"{label}: {got} a tensor of shape {out.shape}, but nothing comes there: pass "
+                    f"{label}: {got} of shape {out.shape}, but receives nothing: pass "
                     "torch.empty(0)"
                 )
         elif out.dtype is None:
-            raise ValueError(f"{label}: {got} no tensor, or one that cannot be written to")
+            raise ValueError(f"{label}: {got} that is not a tensor, or cannot be written to")
         elif (out.shape, out.dtype, out.device) != (shape, meta.dtype, meta.device):
             raise ValueError(
-                f"{label}: {got} a tensor of shape {out.shape}, {out.dtype} on {out.device}; "
+                f"{label}: {got} of shape {out.shape}, {out.dtype} on {out.device}; "
                 f"expected {shape}, {meta.dtype} on {meta.device}"
             )
         elif out.needs_grad:
-            raise ValueError(f"{label}: {got} a tensor that requires a gradient: pass out.detach()")
+            raise ValueError(f"{label}: {got} that requires a gradient: pass out.detach()")
         elif out.overlaps:
             raise ValueError(
-                f"{label}: {got} a tensor some of whose elements share memory: pass one that owns "
+                f"{label}: {got} some of whose elements share memory: pass a tensor that owns "
                 "its memory"
             )
 
@@ -400,7 +400,7 @@ def _held(
         if signature.dtype is None:
             raise ValueError(
                 f"{label}: worker {worker} passed no tensor, or one whose dtype, device or layout "
-                "cannot be moved; only dense tensors of the usual dtypes can"
+                "is not supported; only dense tensors of the usual dtypes can be moved"
             )
     shapes = {worker: each.shape for worker, each in given.items()}
     ndim = same({w: len(shape) for w, shape in shapes.items()}, "number of dimensions", label)
@@ -424,12 +424,14 @@ def _check_modes(label: str, said: dict[int, Signature]) -> None:
     if compiling and len(compiling) < len(said):
         raise ValueError(
             f"{label}: workers {compiling} recompile this call and the others do not, since only "
-            "their tensors changed shape; change all of them, or do not compile the call"
+            "their tensors changed shape; change the shapes on all workers, or do not compile the "
+            "call"
         )
     if compiling and needs and len(needs) < len(said):
         raise ValueError(
-            f"{label}: only workers {needs} need a gradient, and a compiled call has no backward "
-            "pass on the others; let all inputs need one, including empty ones"
+            f"{label}: only the inputs of workers {needs} need a gradient, and a compiled call has "
+            "no backward pass on the others; make the inputs of all workers require one, "
+            "including empty inputs"
         )
     # A worker under no_grad() would not take part in the backward exchange of the others.
     if needs and forbids:

@@ -165,16 +165,16 @@ class NoDrawing(TorchDispatchMode):
 
 
 NO_DRAWING_IN_GRAPHS = (
-    "a layer or a converted model that draws random numbers cannot be compiled: their seeds come "
-    "from the host at each call. Compile it in eval mode, or leave it as it is"
+    "a layer or a converted model that draws random numbers cannot be compiled: its seeds come "
+    "from the host in each call. Compile it in eval mode, or do not compile it"
 )
 
 
 NOT_IN_GRAPHS = (
-    "this call cannot be in a graph, and is made outside of it: it is given a spread tensor, or a "
-    "shard that no layer of the compiled code gave, or reads values, or is of a model with an "
-    "LSTM, GRU or RNN, at which torch.compile breaks its graphs. Leave out fullgraph=True, or "
-    "leave it out of the compiled code"
+    "this call cannot be part of a graph and runs outside of it: it takes a spread tensor, or a "
+    "shard that no layer of the compiled code returned, or reads values, or belongs to a model "
+    "with an LSTM, GRU or RNN, at which torch.compile breaks graphs. Omit fullgraph=True, or "
+    "exclude the call from the compiled code"
 )
 
 

@@ -165,8 +165,8 @@ class Partition:
         rows = sorted({*everyone.share_objects(ranks)})
         if len({worker for row in rows for worker in row}) < sum(map(len, rows)):
             raise ValueError(
-                f"from_mesh: expected one mesh on all workers, or rows of one that do not overlap, "
-                f"got those of workers {', '.join(map(str, rows))}"
+                "from_mesh: expected the same mesh on all workers, or rows of one mesh that do "
+                f"not overlap, got rows of workers {', '.join(map(str, rows))}"
             )
         for row in rows:
             cls(row, (len(row),))  # for its group, which all workers make together
