@@ -461,7 +461,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
             PartLoader(dataset, pin_memory=True)
     # all workers would go through the share of the first one
     sampler = torch.utils.data.DistributedSampler(range(5), num_replicas=2, rank=0)  # type: ignore[var-annotated,arg-type]
-    with pytest.raises(ValueError, match="processes its share of the samples, but all"):
+    with pytest.raises(ValueError, match="processes its share of the samples, but here all"):
         PartLoader(dataset, sampler=sampler)
     sampler = torch.utils.data.DistributedSampler(range(5), 1, 0, shuffle=False)  # type: ignore[arg-type]
     assert len(list(PartLoader(dataset, sampler=sampler))) == 5

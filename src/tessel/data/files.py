@@ -153,7 +153,7 @@ def _spread(keys: Keys, value: Any) -> Tensor:
         name = f"{'/'.join(keys)!r}: " if keys else ""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"{name}expected dense tensors, and dicts of them, got {kind}")
+            raise TypeError(f"{name}expected dense tensors, or dicts of dense tensors, got {kind}")
         if type(value) not in PLAIN:
             raise TypeError(
                 f"{name}expected a tessel.Tensor or a plain tensor, got {type(value).__name__}; "
@@ -178,10 +178,10 @@ def _check_alike(call: str, plain: Mapping[Keys, torch.Tensor]) -> None:
             if number != expected[keys]:
                 name = repr("/".join(keys)) if keys else "the tensor"
                 raise ValueError(
-                    f"{call}: {name} is plain and has other values on worker {worker} than on "
-                    f"worker {first}, of which only one would be written; pass a spread tensor, as "
-                    "tessel.from_local makes one of parts, and tessel.nn.collect_state_dict(model) "
-                    "for a model whose layers have shards"
+                    f"{call}: {name} is a plain tensor whose values differ between workers {first} "
+                    f"and {worker}, and only one copy would be written; pass a spread tensor, "
+                    "which tessel.from_local creates from parts, or "
+                    "tessel.nn.collect_state_dict(model) for a model whose layers have shards"
                 )
 
 

@@ -66,9 +66,9 @@ class PartSampler(Sampler[list[int]]):
                 raise ValueError("shuffle=True cannot be combined with a sampler")
             if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
                 raise ValueError(
-                    f"a DistributedSampler gives one of {sampler.num_replicas} processes its share "
-                    "of the samples, but all workers go through all of them here, each with its "
-                    "part of each batch; pass shuffle=True and seed= instead of the sampler"
+                    f"a DistributedSampler gives each of {sampler.num_replicas} processes its "
+                    "share of the samples, but here all workers read all samples, each its part "
+                    "of each batch; pass shuffle=True and seed= instead of the sampler"
                 )
             are_numbers = isinstance(batch_size, int) and isinstance(length, int)
             if not are_numbers or batch_size < 1 or length < 0:
@@ -117,7 +117,7 @@ class PartSampler(Sampler[list[int]]):
             saved, here = ("with", "without") if has_order else ("without", "with")
             raise ValueError(
                 f"PartSampler: the state was saved in an epoch {saved} sampler=, but this sampler "
-                f"was made {here} it, and would go on in another order"
+                f"was created {here} it, and would continue in a different order"
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._taken, self._order, self._resumes = state["taken"], state["order"], True

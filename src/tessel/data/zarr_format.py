@@ -38,7 +38,7 @@ class ZarrFormat(Format):
             for key in keys:
                 if not key or "/" in key or key.startswith((".", "__")) or key == "zarr.json":
                     raise ValueError(
-                        f"{key!r} cannot be a name in zarr, where names are names of folders"
+                        f"{key!r} cannot be a name in zarr, which uses names as names of folders"
                     )
             _numpy_dtype(x.dtype)
             self._aligned(keys, x)
