@@ -168,7 +168,7 @@ def test_what_is_no_shard_raises_on_all_workers(run: Run) -> None:
     assert "x.move_to(" in several[1] and "x.move_to(" in copies[1]
     assert all(kind is ValueError and "lost in `sum`" in text for kind, text in lost)
     for kind, text in (along, layout):
-        assert kind is ValueError and "which says otherwise" in text
+        assert kind is ValueError and "contradicts the sharding" in text
     assert where[0] is TypeError and "a tessel.Partition or a tessel.Layout" in where[1]
     assert mixed[0] is ValueError and "same calls" in mixed[1]
 

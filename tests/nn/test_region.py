@@ -533,10 +533,10 @@ def called(what: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "kind", "says"),
     [
-        ("batch norm", NotImplementedError, "takes the running statistics, in evaluation"),
-        ("instance norm", NotImplementedError, "takes the running statistics, in evaluation"),
-        ("dropout", NotImplementedError, "Dropout in training draws random numbers"),
-        ("indices", NotImplementedError, "return_indices=True cannot be in it"),
+        ("batch norm", NotImplementedError, "must use running statistics, in eval mode"),
+        ("instance norm", NotImplementedError, "must use running statistics, in eval mode"),
+        ("dropout", NotImplementedError, "Dropout in training mode draws random numbers"),
+        ("indices", NotImplementedError, "return_indices=True cannot be part of it"),
         ("area", NotImplementedError, "interpolation by area"),
         ("too small", RuntimeError, "max_pool1d() Invalid computed output size: 0"),
         ("channels", RuntimeError, "to have 3 channels, but got 2 channels"),

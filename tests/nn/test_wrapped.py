@@ -173,7 +173,7 @@ def check_spread_searched() -> None:
     for name in ("unused", "static"):
         group = grid.group("data")
         model = in_ddp(grid, made(), "before", process_group=group, **SETTINGS[name])
-        with pytest.raises(NotImplementedError, match="looks at the graph of its output"):
+        with pytest.raises(NotImplementedError, match="searches the graph of its output"):
             model(grid.spread(x))
 
 
@@ -465,7 +465,7 @@ def unlike_later() -> str:
 @pytest.mark.parametrize("function", [unlike, unlike_later])
 def test_values_that_are_split_must_be_alike(run: Run, function: Callable[[], str]) -> None:
     found = run(function, nprocs=4)
-    assert all("under fully_shard has other values on worker" in each for each in found), found
+    assert all("under fully_shard has different values on workers" in each for each in found), found
 
 
 def unfit_mesh() -> str:

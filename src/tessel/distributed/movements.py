@@ -111,9 +111,9 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
     """
     if isinstance(dim, Partition):
         raise TypeError(
-            "tessel.distributed.gather(x, dim, partition) puts shards along a dimension together "
-            "and got a partition for the dimension; write partition=…, or tessel.all_gather(x, P) "
-            "for a tensor on a grid of workers"
+            "tessel.distributed.gather(x, dim, partition) joins shards along a dimension, but dim "
+            "is a partition; pass it as partition=…, or call tessel.all_gather(x, P) for a tensor "
+            "on a grid of workers"
         )
     state = state_of(x)
     if partition is None and state is not None:

@@ -136,7 +136,7 @@ def state_after_writing(call: TorchCall) -> Sharding | UnknownSharding:
     ndim = selected.ndim
     if isinstance(written, Sharding):
         written = written.at(written.dim + ndim - value.ndim)
-    return state if part == written else call.lost("of a value with another sharding")
+    return state if part == written else call.lost("of a value with a different sharding")
 
 
 def state_after_replacing(call: TorchCall, is_parameter: bool) -> State:
@@ -217,7 +217,7 @@ def check_target(call: TorchCall) -> None:
         if state_of(each) is None and (call.name == "__setitem__" or not is_own(each)):
             raise ValueError(
                 f"`{call.name}` writes a shard into a tensor that is not registered as one; "
-                f"register that first: x = tessel.register_parallel_dim(x, dim)"
+                "register that tensor first: x = tessel.register_parallel_dim(x, dim)"
             )
 
 
@@ -251,7 +251,7 @@ def _pointwise(call: TorchCall, result: Tensor) -> State:
             continue
         dim = sharding.dim + result.ndim - len(shape)
         if not 0 <= dim < result.ndim or result.shape[dim] != shape[sharding.dim]:
-            return call.lost("as it broadcasts the split dimension")
+            return call.lost("which broadcasts the split dimension")
         found = sharding.at(dim) if found is None else found.merged(sharding.at(dim))
         if found is None:
             return call.lost("of shards along different dimensions, sizes or workers")
@@ -272,7 +272,7 @@ def _normed_rows(call: TorchCall, result: Tensor) -> State:
 def _channels(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     """The rule of functions that draw one number for each channel and all dimensions after it."""
     if sharding.dim >= 2:
-        return call.lost("behind the channels")
+        return call.lost("after the channels")
     return sharding
 
 
@@ -283,7 +283,7 @@ def _loaded(call: TorchCall, result: Tensor) -> State:
         return call.lost()
     old, given = call.states
     if isinstance(old, Sharding) and isinstance(given, Sharding):
-        return old.merged(given) or call.lost("of a value with another sharding")
+        return old.merged(given) or call.lost("of a value with a different sharding")
     return old or given
 
 

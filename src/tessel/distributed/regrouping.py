@@ -32,7 +32,7 @@ def reshaped(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) 
     before, inner = prod(shape[lead : sharding.dim]), prod(shape[sharding.dim + 1 :])
     unit = any(new[dim] == 1 and prod(new[lead:dim]) == before for dim in range(lead, place))
     if unit or prod(new[lead:place]) != before:
-        return call.lost("where the split dimension may be one or another")
+        return call.lost("where the split dimension is ambiguous")
     return _resized(sharding.at(place), inner, prod(new[place + 1 :]))
 
 
@@ -60,7 +60,7 @@ def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) ->
             return sharding
         if shape[start:] == new[-behind:] and new[-behind - 1 : -behind] != (1,):
             return sharding.at(place)
-        return call.lost("where the split dimension may be one or another")
+        return call.lost("where the split dimension is ambiguous")
     found = set()
     if shape[:after] == new[:after] and prod(shape[after:]) == prod(new[after:]):
         found.add(sharding.dim)
@@ -78,7 +78,7 @@ def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) ->
         if not is_outer:
             return sharding.at(place)
     if found:
-        return call.lost("where the split dimension may be one or another")
+        return call.lost("where the split dimension is ambiguous")
     lead, trail = (
         _common(shape[: sharding.dim], new),
         _common(shape[: sharding.dim : -1], new[::-1]),
@@ -92,7 +92,7 @@ def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) ->
     is_empty = old[dim] == 0
     places = [k for k in begin if (rest[k] == 0 if is_empty else rest[k] != 1)]
     if len(places) != 1 or (not is_empty and any(rest[k] == 1 for k in begin)):
-        return call.lost("where the split dimension may be one or another")
+        return call.lost("where the split dimension is ambiguous")
     (place,) = places
     return _resized(sharding.at(lead + place), prod(old[dim + 1 :]), prod(rest[place + 1 :]))
 

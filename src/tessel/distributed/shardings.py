@@ -75,7 +75,7 @@ class Sharding:
         layout = shard_layout(workers, whole, self.dim)
         if workers.active and layout.local_shape != shape:
             raise ValueError(
-                f"{self} has {layout.local_shape[self.dim]} of them on worker "
+                f"{self} has length {layout.local_shape[self.dim]} on worker "
                 f"{workers.ranks[workers.rank or 0]}, got a tensor of shape {shape}; register its "
                 "sharding with tessel.register_parallel_dim(x, dim)"
             )
@@ -108,7 +108,7 @@ class Sharding:
         return Sharding(dim, self.partition, size if balanced else None)
 
     def __str__(self) -> str:
-        size = "" if self.size is None else f", {self.size} long as a whole,"
+        size = "" if self.size is None else f", of total length {self.size},"
         return f"a shard along dim {self.dim}{size} over workers {self.partition.listing}"
 
 

@@ -144,7 +144,8 @@ class Shard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if not self.is_leaf:
                 raise RuntimeError(
-                    "only a tensor that the user made can be copied by deepcopy; detach it first"
+                    "only tensors created explicitly by the user (graph leaves) can be copied by "
+                    "deepcopy; detach the tensor first"
                 )
             plain = self.detach().as_subclass(Tensor)
             inner = plain.clone() if self._is_param else deepcopy(plain, memo)
@@ -208,9 +209,9 @@ def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not is_read and isinstance(result, Tensor):
                 return result.as_subclass(_graph_kind(key))
     torch._dynamo.graph_break(
-        msg="a shard goes through a graph from one parallel layer to the next in functions of each "
-        "element alone, beside numbers and shards of the same sharding: this function is called "
-        "outside of it. Leave out fullgraph=True, or gather before"
+        msg="inside a graph, shards pass from one parallel layer to the next only through "
+        "pointwise functions, with numbers and shards of the same sharding: this function is "
+        "called outside of the graph. Omit fullgraph=True, or gather the shard first"
     )
     return _computed(func, args, kwargs)
 
@@ -444,7 +445,7 @@ def register_parallel_attribute(
     if dim not in (None, 0, 1, -1) or isinstance(dim, bool):
         raise ValueError(f"{name}: dim must be None, 0, 1 or -1")
     if not isinstance(x, Tensor) or x.ndim not in (1, 2):
-        raise ValueError(f"{name}: a weight of two dimensions or a bias of one is needed")
+        raise ValueError(f"{name}: expected a weight of two dimensions or a bias of one")
     place = dim
     if dim is not None and order_type == 0:
         # outputs are the first dimension of a weight, and the only one of a bias, which is whole if

@@ -88,7 +88,7 @@ def check_classes(call: TorchCall) -> None:
 
 
 _OWN_LOSS = (
-    "of logits whose classes are split the loss is tessel.nn.ParallelCrossEntropyLoss() or "
+    "for logits whose classes are split, use tessel.nn.ParallelCrossEntropyLoss() or "
     "tessel.nn.functional.parallel_cross_entropy"
 )
 

@@ -55,8 +55,8 @@ def contradiction(state: Sharding | UnknownSharding, where: Where | None) -> str
     if partition.ranks == state.partition.ranks and {*split} <= {state.dim}:
         return ""
     return (
-        f"tessel.from_local over {where} of {state}, which says otherwise; leave out `where`, and "
-        f"write x.spread().move_to(where) to have it there"
+        f"tessel.from_local over {where} of {state}: `where` contradicts the sharding; omit "
+        "`where`, and call x.spread().move_to(where) to move it there"
     )
 
 

@@ -44,11 +44,11 @@ def layouts_after(call: TorchCall) -> Answer:
     if not shardings[0].partition.active:
         return "on a worker that has no shard"
     if is_random(call.base) and call.base != _ATTENTION:
-        return "of which each worker draws numbers of its own"
+        return "which draws different numbers on each worker"
     if call.base == "__getitem__" and None in call.states[1:]:
-        return "at places of which each worker may have its own"  # such as numbers that it drew
+        return "at places that may differ between workers"  # such as numbers that it drew
     if call.function is None:
-        return "of which there is no form that leaves its operand as it is"
+        return "which has no out-of-place form"
     given = {name: value for name, value in call.kwargs.items() if name not in _IGNORED}
     layouts = {id(each): _layout(call, k) for k, each in enumerate(call.tensors)}
     memory, key = _answers(), (call.function, _key(call.args, layouts), _key(given, layouts))

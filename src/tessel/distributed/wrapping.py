@@ -280,8 +280,8 @@ def decide(workers: Sequence[int], reports: Sequence[ModuleReport]) -> list[str]
     }
     if apart and all(apart.values()) and not all(report.has_others for report in reports):
         raise ValueError(
-            f"{label}: all parameters that need a gradient are shards, of which each of these "
-            f"workers has its own, and there is nothing to average; take the model as it is"
+            f"{label}: all parameters that need a gradient are shards, which differ between these "
+            "workers, so there is nothing to average; use the model without the wrapper"
         )
     return [name for name, is_apart in apart.items() if is_apart]
 
@@ -290,14 +290,14 @@ def _is_apart(label: str, workers: Sequence[int], held: Sequence[HeldShard]) -> 
     """Whether each of these workers has its own shard, not all the same; ValueError if neither."""
     lost = next((each for each in held if each.is_lost), None)
     if lost is not None:
-        raise ValueError(f"{label}: of {lost.name} {lost.what}")
+        raise ValueError(f"{label}: {lost.name}: {lost.what}")
     name, what = held[0].name, held[0].what
     # either all hold different shards of one tensor …
     if len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}:
         if any(each.is_delayed for each in held):
             raise ValueError(
-                f"{label}: {name} is in delay_all_reduce_named_params, and is {what}, of which "
-                f"each worker has its own part; leave it out"
+                f"{label}: {name} is in delay_all_reduce_named_params, but is {what}, of which "
+                "each worker has a different part; remove it from the list"
             )
         return True
     # … or all hold the same shard, each in a group of its own
@@ -307,8 +307,7 @@ def _is_apart(label: str, workers: Sequence[int], held: Sequence[HeldShard]) -> 
         if any(each.is_ignored for each in held):
             raise ValueError(
                 f"{label}: {name} is {what}; these workers hold the same shard and are asked to "
-                f"ignore its gradient, so that their copies would drift apart; take it out of "
-                f"{IGNORED}"
+                f"ignore its gradient, so their copies would diverge; remove it from {IGNORED}"
             )
         return False
     which = [
@@ -318,9 +317,9 @@ def _is_apart(label: str, workers: Sequence[int], held: Sequence[HeldShard]) -> 
         for worker, each in pairs
     ]
     raise ValueError(
-        f"{label}: {name} is {'; '.join(dict.fromkeys(which))}. A mean over all would mix "
-        f"different shards, and without one those that hold the same shard would drift apart; "
-        f"{_REPLICAS} takes the mean over the workers that hold the same shards"
+        f"{label}: {name} is {'; '.join(dict.fromkeys(which))}. A mean over all workers would mix "
+        "different shards, and without a mean, copies of the same shard would diverge; "
+        f"{_REPLICAS} averages over the workers that hold the same shards"
     )
 
 
@@ -382,18 +381,17 @@ def _check_left_out(
         if state is None or (state.partition is not None and state.partition.size == 1):
             continue
         if isinstance(state, UnknownSharding):
-            raise ValueError(f"{label}: of {name} {state.remedy}")
+            raise ValueError(f"{label}: {name}: {state.remedy}")
         if not is_left_out(value):
             raise ValueError(
-                f"{label}: {name} is {state}, and FSDP would take shards of different workers for "
-                f"one tensor; leave all shards to their workers by {remedy}, or wrap the model by "
-                f"{_REPLICAS}"
+                f"{label}: {name} is {state}, but FSDP would treat shards of different workers as "
+                f"one tensor; exclude all shards with {remedy}, or wrap the model with {_REPLICAS}"
             )
         if not {*workers} <= {*state.partition.ranks}:
             raise ValueError(
-                f"{label}: {name} is {state}, and other workers hold copies of it, which would "
-                f"drift apart; apply FSDP over workers {list(state.partition.ranks)} alone, or "
-                f"wrap the model by {_REPLICAS}"
+                f"{label}: {name} is {state}, but other workers hold copies of it, which would "
+                f"diverge; apply FSDP only over workers {list(state.partition.ranks)}, or wrap the "
+                f"model with {_REPLICAS}"
             )
 
 
@@ -420,17 +418,17 @@ def check_optimizer(stepping: Optimizer, *_: Any) -> None:
             continue
         if not sends:
             raise ValueError(
-                f"{name} of a parameter that is {sharding}: it {mixes}, of which each worker has "
-                f"its shards only; take an optimizer that treats each number by itself, as "
-                f"torch.optim.Adam"
+                f"{name} of a parameter that is {sharding}: it {mixes}, but each worker has only "
+                "its own shards; use an optimizer that treats each element separately, such as "
+                "torch.optim.Adam"
             )
         workers = _workers_of(stepping.process_group)  # type: ignore[attr-defined]
         if len({*workers} & {*sharding.partition.ranks}) > 1:
             raise ValueError(
                 f"{name} over workers {workers} of a parameter that is {sharding}: it sends each "
-                f"parameter from one worker to all others, which have other shards; take the "
-                f"optimizer of torch that it is made of, or as process_group= the workers that "
-                f"hold the same shards"
+                "parameter from one worker to all others, which have different shards; use the "
+                "optimizer that it wraps, or pass the workers that hold the same shards as "
+                "process_group="
             )
 
 
@@ -450,14 +448,13 @@ def check_gradient_reader(frame: FrameType, sharding: Sharding | UnknownSharding
     ):
         raise ValueError(
             f"{type(asking).__name__} of a parameter that is {sharding}: it looks for infinite "
-            f"gradients on one worker, which would leave out a step that others make; take "
-            f"tessel.nn.ParallelGradScaler"
+            "gradients on one worker only, which could skip a step that others take; use "
+            "tessel.nn.ParallelGradScaler"
         )
     if frame.f_globals.get("__name__") == CLIPPING and frame.f_code.co_qualname.startswith(
         "clip_grad_norm_"
     ):
         raise ValueError(
             f"torch.nn.utils.clip_grad_norm_ of a parameter that is {sharding}: it takes the norm "
-            f"of one worker's shards, which is another one on each; take "
-            f"tessel.nn.clip_grad_norm_"
+            "of one worker's shards, which differs between workers; use tessel.nn.clip_grad_norm_"
         )

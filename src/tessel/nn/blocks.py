@@ -47,9 +47,9 @@ class WeightGrid:
         extra = partition.dim - num_dims - 2
         if extra not in (0, lead):
             raise ValueError(
-                f"a weight grid has axes for outputs, inputs and {num_dims} dimensions of space, "
-                f"and before them {lead} or none for the leading dimensions of the tensor: "
-                f"got {partition}"
+                f"expected a weight grid with axes for outputs, inputs and {num_dims} dimensions "
+                f"of space, and before them {lead} axes or none for the leading dimensions of the "
+                f"tensor, got {partition}"
             )
         leading = tuple(range(extra)) if extra else (None,) * lead
         space = tuple(range(extra + 2, partition.dim))

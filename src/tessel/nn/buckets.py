@@ -263,8 +263,8 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
             f"{type(module).__name__} over {partition}: workers take different branches, so that "
             f"gradients of different parameters would be added: use {place} of a parameter is that "
             f"of {ours} on worker {group.workers[0]} and of {theirs} on worker "
-            f"{group.workers[other]}. Decide by what all workers have: spread tensors, equal "
-            f"arguments, random numbers drawn inside the model"
+            f"{group.workers[other]}. Branch only on values that all workers share: spread "
+            "tensors, equal arguments, random numbers drawn inside the model"
         )
         different.workers = group.workers  # type: ignore[attr-defined]  # all of which raise it
         raise different from None

@@ -541,7 +541,7 @@ class Entrance(HasHandle):
             if wrappers:
                 raise NotImplementedError(
                     f"torch.compile of the converted {type(self.module).__name__} over {P_x} "
-                    "inside or around fully_shard is not supported; leave out one of the two"
+                    "inside or around fully_shard is not supported; use only one of the two"
                 )
             return self._traced(args, kwargs)
         _check_untraced(self.module, (args, kwargs))
@@ -656,10 +656,11 @@ class Entrance(HasHandle):
         ]
         if plain and (names := written_whole.get()):
             raise NotImplementedError(
-                f"{type(self.module).__name__}: a plain tensor of shape {tuple(plain[0].shape)} "
-                f"leaves the model where a part is expected, and {names[0]} wrote parts into a "
-                f"plain tensor, as a whole. Make that tensor by torch.zeros_like(x) or "
-                f"x.new_zeros(x.shape) of what is written to it, or give the model spread tensors"
+                f"{type(self.module).__name__}: the model returned a plain tensor of shape "
+                f"{tuple(plain[0].shape)} where a part is expected, and {names[0]} wrote parts "
+                "into a plain tensor, as a whole. Create that tensor with torch.zeros_like(x) or "
+                "x.new_zeros(x.shape) from the tensor that is written to it, or pass spread "
+                "tensors to the model"
             )
 
     def _entered(self, args: Any, kwargs: Any, given: list[Tensor], contents: Contents) -> Any:
@@ -708,10 +709,10 @@ class Entrance(HasHandle):
         held, _ = agree(P_x, call, *brought, names=names, identity=identity)
         if unclear:  # on all workers, as they have just agreed
             raise ValueError(
-                f"{type(self.module).__name__}: expected parts, which workers have of each sample, "
-                f"got a PackedSequence of plain tensors, whose rows are those of all samples in "
-                f"turn; pack a spread tensor, pack_padded_sequence(tessel.spread(x, grid), …), or "
-                f"pass padded parts and all lengths to a model that packs them"
+                f"{type(self.module).__name__}: expected a part of each sample, got a "
+                "PackedSequence of plain tensors, whose rows belong to all samples in turn; pack "
+                "a spread tensor, with pack_padded_sequence(tessel.spread(x, grid), …), or pass "
+                "padded parts and all lengths to a model that packs them"
             )
         if late:
             self.conversion.take_in(self.module, contents)
@@ -773,10 +774,11 @@ def _check_untraced(module: nn.Module, arguments: Any) -> None:
     is_traced = torch.jit.is_tracing() or any(isinstance(each, Proxy) for each in seen)
     if is_graph or is_traced:
         raise NotImplementedError(
-            f"{type(module).__name__} is converted, and the model around it is traced: what stands "
-            f"between its layers would see parts in place of the whole. Trace first, and convert "
-            f"the result: tessel.nn.distribute_module(torch.fx.symbolic_trace(model), P_x); the "
-            f"same holds for torchvision's create_feature_extractor, torch.export and torch.jit"
+            f"{type(module).__name__} is converted, but the model around it is traced: code "
+            "between its layers would see parts in place of whole tensors. Trace first, and "
+            "convert the result: tessel.nn.distribute_module(torch.fx.symbolic_trace(model), "
+            "P_x); the same holds for torchvision's create_feature_extractor, torch.export and "
+            "torch.jit"
         )
 
 

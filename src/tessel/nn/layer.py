@@ -57,9 +57,9 @@ def refuse_wrapped(x: Any, name: str) -> None:
     """Raise if a transform of `torch.func` stands between a layer and the part of its input."""
     if is_spread(x) and not isinstance(x, SpreadTensor):
         raise UnsupportedError(
-            f"{name} gets a spread tensor of shape {tuple(x.shape)} that was passed to a transform "
-            f"of torch.func, which hides its part: let the function that is transformed close over "
-            f"the tensor, or derive by torch.autograd.grad"
+            f"{name} got a spread tensor of shape {tuple(x.shape)} that was passed to a transform "
+            "of torch.func, which hides its part: let the transformed function close over the "
+            "tensor, or differentiate with torch.autograd.grad"
         )
 
 
@@ -215,8 +215,8 @@ class Layer(HasHandle):
         """This worker's part of the result, and its layout."""
         if layout.summed is not layout:
             raise NotImplementedError(
-                f"{type(self).__name__} takes a tensor that is stored once, or as one shared "
-                f"value; got separate copies in {layout}"
+                f"{type(self).__name__} expected a tensor that is stored once, or as one shared "
+                f"value, got separate copies in {layout}"
             )
         y = self.torch_forward(SpreadTensor(x, layout), *args, **settings)
         return (parts(y), y[0].layout) if isinstance(y, tuple) else opened(y)

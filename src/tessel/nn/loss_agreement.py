@@ -80,7 +80,7 @@ class AgreedTarget:
             if said != self.numbers[first]:
                 raise ValueError(
                     f"{self.loss!r}: workers along axes {tuple(axes)} must hold the same "
-                    f"{self.name}, and worker {worker} holds another than worker {first}"
+                    f"{self.name}, but those of workers {first} and {worker} differ"
                 )
 
     def spread(self, value: Tensor, layout: Layout) -> SpreadTensor:

@@ -385,8 +385,8 @@ class _Pooling(RegionStep):
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if getattr(self.layer, "return_indices", False):
             raise NotImplementedError(
-                f"a HaloRegion gives one tensor: {type(self.layer).__name__} with "
-                f"return_indices=True cannot be in it"
+                f"a HaloRegion returns one tensor: {type(self.layer).__name__} with "
+                "return_indices=True cannot be part of it"
             )
         outputs = self.pool.output_shape(shape, (x.dtype, x.device.type))
         return outputs, leading(len(shape), self.pool.windows)
@@ -438,9 +438,9 @@ class _Normalizing(RegionStep):
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if self.layer.training or self.layer.running_mean is None:
             raise NotImplementedError(
-                f"{type(self.layer).__name__} in a HaloRegion takes the running statistics, in "
-                f"evaluation; those of the tensor itself would need an exchange between the "
-                f"layers: put it between two regions, or call its eval()"
+                f"{type(self.layer).__name__} in a HaloRegion must use running statistics, in eval "
+                "mode, since statistics of the tensor itself would need an exchange between the "
+                "layers: put it between two regions, or call its eval()"
             )
         self.layer._check_input_dim(outline(shape))
         batched = shape if self._channel(shape) == 1 else (1, *shape)
@@ -491,9 +491,9 @@ class _Pointwise(RegionStep):
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if self.layer.training and isinstance(self.layer, RANDOM):
             raise NotImplementedError(
-                f"{type(self.layer).__name__} in training draws random numbers, and what two "
-                f"workers compute in a HaloRegion must be the same on both; put it between two "
-                f"regions, or call its eval()"
+                f"{type(self.layer).__name__} in training mode draws random numbers, but values "
+                "that two workers compute in a HaloRegion must be the same on both; put it "
+                "between two regions, or call its eval()"
             )
         return shape, (None,) * len(shape)
 
@@ -535,9 +535,9 @@ def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
     kind = next((each for each in _STEPS if {*kinds} & {*each.kinds}), None)
     if kind is None:
         raise NotImplementedError(
-            f"{name} cannot be in a HaloRegion, which takes convolutions, pools, interpolations "
-            f"and batch norms of tessel.nn, and paddings and activations of torch; put it between "
-            f"two regions"
+            f"{name} cannot be in a HaloRegion, which supports convolutions, pools, interpolations "
+            "and batch norms of tessel.nn, and paddings and activations of torch; put it between "
+            "two regions"
         )
     if isinstance(layer, Layer) and layer.P_x != P_x:
         raise ValueError(

@@ -61,8 +61,8 @@ def refuse_flattened(name: str, modules: Iterable[Module], P_x: Partition) -> No
     """Raise on all workers if parameters are parts of flat ones, which workers take for alike."""
     if any(map(is_flattened, modules)):
         text = (
-            f"{name} over {P_x} is in, or holds, a FullyShardedDataParallel, which keeps other "
-            f"numbers on each worker without saying so; use torch.distributed.fsdp.fully_shard"
+            f"{name} over {P_x} is in, or contains, a FullyShardedDataParallel, which silently "
+            "keeps different values on each worker; use torch.distributed.fsdp.fully_shard"
         )
         _refuse(text, P_x)
 
@@ -151,8 +151,8 @@ def check_replicas(
             if spread and (wrapper.find_unused_parameters or wrapper.static_graph):
                 _refuse(
                     f"{name} over {P_x}: DistributedDataParallel with find_unused_parameters or "
-                    f"static_graph looks at the graph of its output, and that of a spread tensor "
-                    f"lies with its part; pass parts to the model, or take neither of the two",
+                    "static_graph searches the graph of its output, but the graph of a spread "
+                    "tensor is that of its part; pass parts to the model, or use neither option",
                     P_x,
                 )
             ddps.append("no_sync()" if not wrapper.require_backward_grad_sync else "mean")
@@ -192,8 +192,8 @@ def unfit(heard: Sequence[tuple[Ranks, bool]]) -> str:
     counts = Counter(ranks for ranks, _ in heard)
     (first, most), *others = counts.most_common()
     remedy = (
-        "as process_group= or mesh= take the workers at one place of all replicas, or all workers "
-        "of all replicas"
+        "as process_group= or mesh=, pass the workers at the same place of all replicas, or all "
+        "workers of all replicas"
     )
     if not all(is_in for _, is_in in heard):
         return f"some of these workers are not in the partition of the model; {remedy}"
@@ -256,8 +256,8 @@ def check_alike(values: Iterable[tuple[str, Tensor]], P_x: Partition) -> None:
             known, expected = first.setdefault(key, (worker, number))
             if number != expected:
                 raise ValueError(
-                    f"{key[0]} under fully_shard has other values on worker {worker} than on "
-                    f"worker {known}, and both belong to one replica, over {P_x}; apply "
+                    f"{key[0]} under fully_shard has different values on workers {known} and "
+                    f"{worker}, which belong to one replica, over {P_x}; apply "
                     "tessel.nn.distribute_module first, which makes them equal, or use the same "
                     "seed"
                 )

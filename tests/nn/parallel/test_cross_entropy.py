@@ -806,11 +806,11 @@ ALONG_1 = "a shard along dim 1 over workers 0, 1"
         ("batches", "ValueError", "(4,) on worker 0, (5,) on worker 1"),
         ("dtypes", "ValueError", "torch.float32 on worker 0, torch.float64 on worker 1"),
         ("dims", "ValueError", "all workers must make the same calls"),
-        ("targets", "ValueError", "same target, but worker 1 has other values"),
+        ("targets", "ValueError", "same target, but the values differ between workers 0 and 1"),
         ("range", "IndexError", "target 5 is out of bounds on worker 1: the classes are 0 to 4"),
         ("target shapes", "ValueError", "(4,) on worker 0, (3,) on worker 1"),
         ("target list", "ValueError", "worker 1 passed no tensor"),
-        ("weights", "ValueError", "same weight, but worker 1 has other values"),
+        ("weights", "ValueError", "same weight, but the values differ between workers 0 and 1"),
         ("weight of one", "ValueError", "all workers must make the same calls"),
         ("reductions", "ValueError", "all workers must make the same calls"),
         ("plain target", "ValueError", "write tessel.register_parallel_dim(target, 1)"),
@@ -824,7 +824,7 @@ ALONG_1 = "a shard along dim 1 over workers 0, 1"
             "ValueError",
             f"the target must be {ALONG_1}, got a shard along dim 0",
         ),
-        ("images in shards", "ValueError", "classes must be whole on every worker"),
+        ("images in shards", "ValueError", "class indices must be whole on every worker"),
         ("sparse target", "ValueError", "worker 1 passed no tensor"),
         ("sparse weight", "TypeError", "must be Tensor"),
         ("weight shard", "ValueError", "the weight must be whole on every worker"),
@@ -851,7 +851,7 @@ def test_shardings_that_do_not_fit(run: Run) -> None:
     """A shard as the target of a whole input; a worker outside of those of the sharding."""
     first, second = run(shardings_that_do_not_fit, nprocs=2, timeout=20)
     assert first[0] == second[0] and first[0][0] == "ValueError"
-    assert "the input has no sharding and the target has one" in first[0][1]
+    assert "the input has no sharding, but the target has one" in first[0][1]
     assert first[1] == ("", "")
     assert second[1][0] == "ValueError" and "worker 1 does not belong" in second[1][1]
 

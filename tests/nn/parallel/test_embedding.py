@@ -386,7 +386,7 @@ FAULTS = {
     ),
     "negative": (IndexError, "id -1 is out of bounds"),
     "too great on one": (IndexError, "id 10 is out of bounds on worker 1"),
-    "others on one": (ValueError, "the same ids, but worker 1 has other values than worker 0"),
+    "others on one": (ValueError, "the same ids, but the values differ between workers 0 and 1"),
     "shape": (ValueError, "shape of the ids"),
     "dtype": (ValueError, "dtype"),
     "floats": (ValueError, "int64 or int32"),
@@ -546,7 +546,7 @@ def test_converting_again_changes_nothing_or_raises() -> None:
     new = convert(layer, 0)
     assert type(layer) is torch.nn.Embedding and torch.equal(new.weight, layer.weight)
     assert convert(new, 0) is new
-    with pytest.raises(NotImplementedError, match=r"ParallelEmbedding.* is split already"):
+    with pytest.raises(NotImplementedError, match=r"ParallelEmbedding.* is already split"):
         convert(new, 1)
 
 

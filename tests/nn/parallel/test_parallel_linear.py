@@ -497,7 +497,7 @@ def _calls(
     }
 
 
-NINE = "a shard along dim 1, 9 long as a whole, over workers 0..2"
+NINE = "a shard along dim 1, of total length 9, over workers 0..2"
 BAD = {
     "dim": "dim must be None",
     "dim of one": "same calls",
@@ -509,9 +509,9 @@ BAD = {
     "width of one": "worker 2 expected a part of shape (2, 6) of an input of shape (2, 6)",
     "rows of one": "shape before the last",
     "no dimension": "at least one dimension",
-    "whole and plain shard": "all workers pass the whole input, or each its shard",
-    "shard of nobody": "all workers pass the whole input, or each its shard",
-    "shard of another size": f"the input must be {NINE}, got a shard along dim 1, 10 long",
+    "whole and plain shard": "pass the whole input on all workers, or a shard on each",
+    "shard of nobody": "pass the whole input on all workers, or a shard on each",
+    "shard of another size": f"must be {NINE}, got a shard along dim 1, of total length 10",
     "shard of wrong length": "expected a part of shape (2, 3) of an input of shape (2, 9)",
     "shard along rows": f"the input must be {NINE}, got a shard along dim 0",
     "shard into columns": "gather(x)",

@@ -281,7 +281,7 @@ def test_wrong_attributes() -> None:
 
 
 def test_names_that_others_have_too_say_what_they_are() -> None:
-    with pytest.raises(TypeError, match="got a partition for the dimension"):
+    with pytest.raises(TypeError, match="but dim is a partition"):
         gather(torch.ones(2), tessel.world())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="backends are chosen by torch"):
         tessel.distributed.init_process_group("gloo")  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def misfit(state: State, expected: Sharding | None, name: str) -> str:
     if state is None:
         return ""
     if isinstance(state, UnknownSharding):
-        return f"of {name} {state.remedy}"
+        return f"{name}: {state.remedy}"
     # not equality: a sharding of unknown size fits one of any size
     if expected is not None and state.merged(expected) is not None:
         return ""
@@ -114,7 +114,8 @@ def check_copies(
         for name, mine, others in zip(names, said, expected, strict=True):
             if mine != others:
                 raise ValueError(
-                    f"{label}: all workers must have the same {name}, but worker {worker} has "
-                    f"other values than worker {first}; give all of them the same batch, for "
-                    "example with the same seed for the data loader, or gather what differs first"
+                    f"{label}: all workers must have the same {name}, but the values differ "
+                    f"between workers {first} and {worker}; pass the same batch on all workers, "
+                    "for example with the same seed for the data loader, or first gather the "
+                    "values that differ"
                 )

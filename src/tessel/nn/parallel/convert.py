@@ -100,7 +100,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
     if wrapped:
         raise ValueError(
             f"{conversion.name}: DistributedDataParallel averages the parameters that it was "
-            "created with, and would not know about shards in their place; convert the model "
+            "created with, and would not know of shards that replace them; convert the model "
             "first, then wrap it. Nothing was converted"
         )
     if problem and conversion.is_strict:
@@ -112,7 +112,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
             if child is not None and id(child) in new:
                 parent._modules[name] = new[id(child)]
     if problem:
-        text = f"{conversion.name}: {problem}; all this stays as it is, and strict=True raises"
+        text = f"{conversion.name}: {problem}; these are left unchanged, and strict=True raises"
         warnings.warn(text, stacklevel=3)
     return new.get(id(module), module)
 
@@ -159,7 +159,9 @@ def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[s
         )
         return
     if getattr(layer, "dim", None) is not None:
-        yield f"{what} is split already, in another way; make a new layer of its whole values"
+        yield (
+            f"{what} is already split in a different way; create a new layer from its whole values"
+        )
         return
     if not {*layer._parameters} <= {"weight", "bias"} or layer._modules or layer._buffers:
         yield f"{what} has other parameters, buffers or modules than torch's layer"

@@ -183,9 +183,9 @@ class ShardedLoss:
         samples = samples_of(shape)
         if self.target is not None and target != shape:
             raise ValueError(
-                f"{self.label}: a target that is a shard must be one of probabilities, of the "
-                f"shape {shape} of the input, got a shard of {target}; classes must be whole on "
-                f"every worker"
+                f"{self.label}: a target that is a shard must contain probabilities, and have the "
+                f"shape {shape} of the input, got a shard of {target}; class indices must be whole "
+                "on every worker"
             )
         # torch also supports a target of one element for logits of a single sample
         if target in (shape, samples) or (len(shape) == 1 and target == (1,)):
@@ -316,7 +316,7 @@ def parallel_cross_entropy(
         for name, given in (("target", target), ("weight", weight)):
             if given is not None and sharding_of(given) is not None:
                 raise ValueError(
-                    f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
+                    f"parallel_cross_entropy: the input has no sharding, but the {name} has one; "
                     f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
                 )
         return measure.by_torch(input, target, weight)

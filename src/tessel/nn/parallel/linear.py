@@ -121,8 +121,8 @@ class ShardedProduct:
         hint = ""
         if self.dim == ROW and self.state is None:
             hint = (
-                "; all workers pass the whole input, or each its shard, which may be registered by "
-                "tessel.register_parallel_dim(x, -1)"
+                "; pass the whole input on all workers, or a shard on each, which can be "
+                "registered with tessel.register_parallel_dim(x, -1)"
             )
         check_parts(shapes, layout, "an input", self.label, hint)
         return layout, meta
@@ -163,9 +163,9 @@ def problem_of(
     if is_part and is_wrapped(x) and state_of(x) is None:
         # functions inside a transform do not see shards: the other operands were not checked
         return (
-            "a transform of torch.func gives its input, which has the length of a part and no "
-            "sharding: gradients of what was used beside a shard would be those of a part; derive "
-            "by torch.autograd.grad, or give the transform spread tensors"
+            "the input comes from a transform of torch.func and has the length of a part, but no "
+            "sharding: gradients of tensors that are combined with a shard would be those of a "
+            "part; differentiate with torch.autograd.grad, or pass spread tensors to the transform"
         )
     return ""
 

@@ -78,8 +78,8 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     """
     if "process_group" in settings:
         raise ValueError(
-            "data_parallel chooses the process group itself, the workers that hold the same "
-            "shards; for another one call torch.nn.parallel.DistributedDataParallel"
+            "data_parallel chooses the process group itself (the workers that hold the same "
+            "shards); for a different one call torch.nn.parallel.DistributedDataParallel"
         )
     partitions = partitions_of(module)
     replicas = _same_place(partitions) if partitions else get_data_parallel_group()
@@ -167,10 +167,10 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
         group = None if wrapper is None else wrapper.process_group
         if group is not None and not {*row.ranks} <= {*dist.get_process_group_ranks(group)}:
             problem = (
-                " inside of a DistributedDataParallel that averages over other workers: each "
-                "worker of the group would keep the gradient of its own samples; wrap what comes "
-                "before gather_batch by DistributedDataParallel over all workers, and what comes "
-                "after by tessel.nn.data_parallel"
+                " inside a DistributedDataParallel that averages over other workers: each worker "
+                "of the group would keep the gradient of its own samples; wrap the modules before "
+                "gather_batch with DistributedDataParallel over all workers, and those after it "
+                "with tessel.nn.data_parallel"
             )
     # other workers may find another wrapper, or none: all are told, and all raise
     agree(row, f"gather_batch over {row}{problem}")
