@@ -299,7 +299,7 @@ def use(backend=None, debug=False, fails=False, caught=False, outer=None):
                 use()
                 raise AssertionError("a job that was left is of no use")
             except RuntimeError as error:
-                assert "has left" in str(error) or "inside of the context" in str(error), error
+                assert "has left" in str(error) or "inside the context" in str(error), error
 
 time = 0
 for settings in SETTINGS:

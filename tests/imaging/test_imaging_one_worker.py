@@ -208,7 +208,7 @@ def measurements_that_one_worker_learns() -> None:
                     assert y.grad is None
         ys = [values(shape, i).requires_grad_() for i in range(3)]
         given = ys if ctx.rank == 0 else [ys[i] for i in physics.local_indices]
-        assert "give all of them to all workers" in error_of(lambda: physics.A_adjoint(given))
+        assert "pass all measurements on all workers" in error_of(lambda: physics.A_adjoint(given))
         close(
             "without",
             physics.A_adjoint([y.detach() for y in ys]),

@@ -434,9 +434,9 @@ def test_one_operator_needs_no_list() -> None:
             make_distrib_bundle(
                 ctx, factory_config=config, signal_shape=clean.shape, reduction="max"
             )
-    with pytest.raises(ValueError, match="physics is a list of operators or a function"):
+    with pytest.raises(ValueError, match="physics must be a list of operators or a function"):
         FactoryConfig(3, clean)
-    with pytest.raises(ValueError, match="measurements is a list of tensors or a function"):
+    with pytest.raises(ValueError, match="measurements must be a list of tensors or a function"):
         FactoryConfig(physics, 3)
 
 

@@ -340,7 +340,7 @@ def closed_over() -> tuple[list[str], list[float]]:
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_parts_of_a_gradient_are_refused(run: Run, nprocs: int) -> None:
     for texts, vjps in run(closed_over, nprocs=nprocs):
-        assert all("not what functions close over" in text for text in texts[:6])
+        assert all("closures are not" in text for text in texts[:6])
         assert all("pass it in shared=" in text for text in texts[:6])
         assert all("tessel.distributed.copy(tensor)" in text for text in texts[6:])
         assert vjps == [66.0, 168.0]  # Σ_i 3 (2 (i + 1) - 1) (i + 1), and Σ_i 3 (2 (i + 1))²
@@ -457,7 +457,7 @@ def hidden() -> tuple[list[str], float]:
 def test_tensors_that_nobody_knows_of_are_found(run: Run, nprocs: int) -> None:
     """On every worker, also on one that has no operator and sees nothing."""
     for texts, slope in run(hidden, nprocs=nprocs):
-        assert all("needs a gradient and is not found in it" in text for text in texts), texts
+        assert all("needs a gradient and was not found in it" in text for text in texts), texts
         assert all("pass it in shared=" in text for text in texts)
         assert slope == 168.0  # Σ_i 3 (i + 1)² 2 · 2
 
@@ -687,7 +687,7 @@ def reach_past_copies() -> None:
             assert torch.allclose(got, expected), name
         if ctx.world_size > 1:
             view = weight.view(-1)
-            with pytest.raises(ValueError, match="has to be computed in the factory"):
+            with pytest.raises(ValueError, match="must be computed in the factory"):
                 DistributedMeasurements(ctx, 3, lambda i, *_: view * i, {"w": weight})
 
 
@@ -803,7 +803,7 @@ def test_bad_numbers() -> None:
             FactoryConfig(physics=lambda *_: None, measurements=lambda *_: None)
         with pytest.raises(ValueError, match="num_ops must be 1 or more, got 0"):
             DistributedPhysics(ctx, 0, lambda *_: None)
-        with pytest.raises(ValueError, match="must give an object with a method A, got None"):
+        with pytest.raises(ValueError, match="must return an object with a method A, got None"):
             DistributedPhysics(ctx, 1, lambda *_: None)
         with pytest.raises(ValueError, match="passed no tensor"):
             physics.A(None)  # type: ignore[arg-type]
@@ -885,7 +885,7 @@ def test_losses_have_one_shape(run: Run, in_parts: bool) -> None:
         assert run(mixed_losses, in_parts, False, nprocs=nprocs) == [""] * nprocs
     texts = run(mixed_losses, in_parts, True, nprocs=2)
     assert len(set(texts)) == 1
-    assert ("for each image of the batch and others one number" in texts[0]) == in_parts
+    assert ("for each image of the batch, and others one number" in texts[0]) == in_parts
     assert in_parts or "number of dimensions" in texts[0] or "shape of the loss" in texts[0]
 
 

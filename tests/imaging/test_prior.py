@@ -163,7 +163,7 @@ def derive(how: str, overlap: bool, size: int) -> None:
         shared = {"net": ours} if how == "closure" else None
         make = partial(DistributedPrior, ctx, denoised(ours, how), "smart_tiling", SHAPE, settings)
         if how == "closure":
-            with pytest.raises(ValueError, match=r"close over\); pass it in shared="):
+            with pytest.raises(ValueError, match=r"closures are not\); pass it in shared="):
                 make().prox(x, 0.3)
         prior = make(shared=shared)
         level, twin = (torch.tensor(0.3, dtype=torch.float64).requires_grad_() for _ in range(2))
@@ -297,7 +297,7 @@ def test_a_hidden_parameter_is_noticed() -> None:
         prior = DistributedPrior(
             ctx, lambda x: x * __import__(__name__).SECRET[0], "basic", (1, 1, 4, 4)
         )
-        with pytest.raises(ValueError, match="no parameter of it that could be found"):
+        with pytest.raises(ValueError, match="was not found among its parameters"):
             prior.prox(torch.zeros(1, 1, 4, 4))
         with torch.no_grad():
             prior.prox(torch.zeros(1, 1, 4, 4))

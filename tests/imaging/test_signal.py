@@ -356,7 +356,7 @@ def test_values_that_differ_and_need_a_gradient_raise(run: Run, how: str) -> Non
     texts = run(differ_with_gradients, how, nprocs=2)
     assert len(set(texts)) == 1
     assert "worker 1 has other values than worker 0" in texts[0]
-    assert "a gradient goes through it" in texts[0] and "update_(data, source=0)" in texts[0]
+    assert "a gradient flows through it" in texts[0] and "update_(data, source=0)" in texts[0]
 
 
 def test_the_source_of_values_gets_the_gradient(run: Run) -> None:

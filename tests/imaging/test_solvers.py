@@ -793,7 +793,7 @@ def test_methods_say_what_lies_otherwise(run: Run, tmp_path: Path) -> None:
             if kind is Summing:
                 assert (text, found) == ("", [4])
             else:
-                assert "['rows'] of Collector cannot be converted" in text and not found
+                assert "to which Collector cannot convert ['rows']" in text and not found
 
 
 def lone(folder: str) -> tuple[str, str]:

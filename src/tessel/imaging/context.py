@@ -24,7 +24,7 @@ DEVICE_MODES = (None, "cpu", "gpu")
 BACKENDS = (None, "gloo", "nccl")
 SHARED = -1  # in place of an item: for numbers that all workers draw together
 OUTSIDE = (
-    "the workers can be reached inside of the context: write `with DistributedContext() as ctx:` "
+    "the workers can be used only inside the context: write `with DistributedContext() as ctx:` "
     "around this"
 )
 
@@ -244,9 +244,9 @@ class DistributedContext:
             if found is not None:
                 worker, first = found
                 raise ValueError(
-                    f"{what}: workers have diverged: worker {worker} has other values than "
-                    f"worker {first}, where one shared value is expected; compute it in the same "
-                    f"way on all workers, or use that of one: update_(data, source={first})"
+                    f"{what}: workers have diverged: worker {worker} has other values than worker "
+                    f"{first}, where one shared value is expected; compute it in the same way on "
+                    f"all workers, or use the value of one worker: update_(data, source={first})"
                 )
 
     def check_same_state(self, tensors: Sequence[Tensor], what: str) -> None:
@@ -279,9 +279,9 @@ class DistributedContext:
         here, place = whole_number("LOCAL_WORLD_SIZE", 1), whole_number("LOCAL_RANK", 0)
         if gpus < here and place == 0:
             warnings.warn(
-                f"DistributedContext: {here} workers of this host share {gpus} GPUs, each takes "
-                f"number local_rank % {gpus}; pass device_mode='cpu' to take none, or start as "
-                f"many workers as there are GPUs",
+                f"DistributedContext: {here} workers of this host share {gpus} GPUs, each uses GPU "
+                f"local_rank % {gpus}; pass device_mode='cpu' to use none, or start as many "
+                "workers as there are GPUs",
                 stacklevel=3,
             )
         return torch.device("cuda", place % gpus), ""

@@ -174,8 +174,8 @@ def _prior(prior: Any, ctx: DistributedContext, **settings: Any) -> Any:
     denoiser = getattr(prior, "denoiser", None)
     if denoiser is None:
         raise TypeError(
-            f"distribute: expected a prior with a denoiser, got {prior!r}; spread others with "
-            f"DistributedPrior, which cuts prox and grad into patches"
+            f"distribute: expected a prior with a denoiser, got {prior!r}; distribute other priors "
+            "with DistributedPrior, which splits prox and grad into patches"
         )
     if not isinstance(denoiser, DistributedProcessing):
         prior.denoiser = _denoiser(denoiser, ctx, **settings)
@@ -211,8 +211,9 @@ def _module(model: Any, ctx: DistributedContext, average: bool = True, **setting
     """Spread an unfolded method of deepinv in place: its fidelities, denoisers and parameters."""
     if not getattr(model, "unfold", False):
         raise TypeError(
-            f"distribute: type_object='module' takes a method of deepinv with unfold=True, got "
-            f"{type(model).__name__}; spread its physics, data fidelities and denoisers themselves"
+            "distribute: type_object='module' takes a method of deepinv with unfold=True, got "
+            f"{type(model).__name__}; distribute its physics, data fidelities and denoisers "
+            "separately"
         )
     model = on_device(model, ctx.device, settings.get("dtype"))
     ctx.check_same_state(list(model.parameters()), f"distribute: {type(model).__name__}")

@@ -69,8 +69,8 @@ class FactoryConfig:
             given = getattr(self, name)
             if not (isinstance(given, list) or callable(given)):
                 raise ValueError(
-                    f"FactoryConfig: {name} is a list of {what} or a function of "
-                    f"(i, device, shared), got {type(given).__name__}"
+                    f"FactoryConfig: {name} must be a list of {what} or a function of (i, device, "
+                    f"shared), got {type(given).__name__}"
                 )
         if isinstance(self.physics, list) and isinstance(self.measurements, list):
             check_counts(len(self.physics), len(self.measurements))

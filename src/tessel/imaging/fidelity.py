@@ -188,7 +188,10 @@ class DistributedDataFidelity:
             if len(shapes) == physics.partition.size == 1:
                 return shapes.pop()
             if len(shapes) > 1:
-                call += f": data fidelities of {physics.place} give losses of shapes {shapes}"
+                call += (
+                    f": data fidelities of {physics.place} return losses of different shapes, "
+                    f"{shapes}"
+                )
             own = Signature(next(iter(shapes), ()), torch.float32, "cpu")
             shape, _ = physics.agree_on_result(call, own, "loss")
             if len(shapes) > 1:
@@ -200,8 +203,8 @@ class DistributedDataFidelity:
         some, others = map(any, zip(*told.values(), strict=True))
         if some and others:
             raise ValueError(
-                f"{call}: some data fidelities give a number for each image of the batch and "
-                f"others one number; let all give the same"
+                f"{call}: some data fidelities return a number for each image of the batch, and "
+                "others one number; all must return the same kind"
             )
         return (batch,) if some else ()
 
@@ -323,7 +326,7 @@ class PartFidelity:
         else:
             if torch.allclose(got, expected, rtol=1e-4, atol=1e-6):
                 return ""
-            reason = "is not of the form d(A(x), y), which a fidelity of an image in parts must be"
+            reason = "is not of the form d(A(x), y), which an image in parts requires"
         return f": {type(self.fidelity).__name__} {reason}; use a signal without partition"
 
     @cached_property

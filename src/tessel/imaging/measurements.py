@@ -28,8 +28,8 @@ from tessel.imaging.parameters import (
 )
 
 _WAY_OUT = (
-    f"{WAY_OUT}; what was computed from a shared tensor before, as a view, has to be computed in "
-    "the factory"
+    f"{WAY_OUT}; values computed from a shared tensor beforehand, such as views, must be computed "
+    "in the factory"
 )
 
 
@@ -86,9 +86,9 @@ class LocalTensors(list[Tensor]):
             leaf = unshared_leaf(other) if transport.num_workers() > 1 else None
             if leaf is not None:
                 raise ValueError(
-                    "measurements of one worker are combined with a tensor through which a "
-                    f"gradient flows to a tensor of shape {tuple(leaf.shape)}: each worker would "
-                    "compute only a part of it; write tessel.distributed.copy(tensor), which "
+                    "the measurements of one worker are combined with a tensor whose gradient "
+                    f"flows to a tensor of shape {tuple(leaf.shape)}: each worker would compute "
+                    "only a part of the gradient; pass tessel.distributed.copy(tensor), which "
                     "sums it over all workers, or a list with one tensor for each measurement"
                 )
             anchor = both(anchor, anchored_zeros((), other))
@@ -143,7 +143,7 @@ class DistributedMeasurements:
             with ctx.drawing(i, seed=seed):  # the same noise on any number of workers
                 made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
             if not isinstance(made, Tensor):
-                raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")
+                raise ValueError(f"{name}: factory({i}, …) must return a tensor, got {made!r}")
             made = made.to(ctx.device)
             return made if physics is None else physics.part_of(position, made)
 

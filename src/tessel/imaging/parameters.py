@@ -50,8 +50,8 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 WAY_OUT = (
-    "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
-    "for each"
+    "pass it in shared={...}, which sums the gradients of all workers, or let the factory create "
+    "a separate one for each"
 )
 Common = tuple[Tensor, list[str]]  # a tensor, and the places, in words, whose objects use it
 
@@ -399,10 +399,10 @@ def unshared_problem(
         if leaf is not None:
             return (
                 f": an operator or data fidelity uses a tensor of shape {tuple(leaf.shape)} that "
-                f"needs a gradient and is not found in it, so that each worker would get a part of "
-                f"the gradient (modules and attributes are looked into, not what functions close "
-                f"over); pass it in shared={{...}} and keep it, as it is, in an attribute of the "
-                f"object that uses it, or let it need none"
+                "needs a gradient and was not found in it, so each worker would get only a part "
+                "of the gradient (modules and attributes are searched, closures are not); pass it "
+                "in shared={...} and store it, unchanged, in an attribute of the object that "
+                "uses it, or detach it"
             )
     return ""
 

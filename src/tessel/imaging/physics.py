@@ -245,7 +245,7 @@ class DistributedPhysics:
             several = "methods" if len(self.methods) > 1 else "a method"
             nonlinear = "; DistributedPhysics needs no A_adjoint" if "A" not in missing else ""
             raise ValueError(
-                f"{type(self).__name__}: factory({item}, …) must give an object with {several} "
+                f"{type(self).__name__}: factory({item}, …) must return an object with {several} "
                 f"{' and '.join(self.methods)}, got {operator!r}{nonlinear}"
             )
         return operator

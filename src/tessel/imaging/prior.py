@@ -238,11 +238,10 @@ class DistributedPrior:
         if leaf is not None:
             problems.append(
                 f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "
-                f"needs a gradient and is no parameter of it that could be found: each worker "
-                f"would get a part of the gradient (modules and attributes are looked into, not "
-                f"what functions close over); pass it in shared={{...}} of DistributedPrior, make "
-                f"it a parameter or attribute of the prior, pass it as an argument, or let it need "
-                f"none"
+                "needs a gradient and was not found among its parameters: each worker would get "
+                "only a part of the gradient (modules and attributes are searched, closures are "
+                "not); pass it in shared={...} of DistributedPrior, make it a parameter or "
+                "attribute of the prior, pass it as an argument, or detach it"
             )
         return result
 

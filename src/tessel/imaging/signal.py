@@ -80,8 +80,8 @@ class DistributedSignal:
         given = [worker for worker, (is_given,) in told.items() if is_given]
         if given and 0 not in given:
             raise ValueError(
-                f"{call}: init was given on workers {given} but not on worker 0, whose values all "
-                "workers get"
+                f"{call}: init was given on workers {given} but not on worker 0, whose values are "
+                "sent to all workers"
             )
         if given:
             self._receive(init, 0)
@@ -171,13 +171,13 @@ class DistributedSignal:
             f"where one shared value is expected"
         )
         way_out = (
-            f"compute it in the same way on all workers, or take that of one: "
+            "compute it in the same way on all workers, or use the value of one worker: "
             f"update_(data, source={first})"
         )
         if self.ctx.debug:
-            raise ValueError(f"{what}: workers drifted apart; {way_out}")
+            raise ValueError(f"{what}: workers have diverged; {way_out}")
         if meta.needs_grad or meta.has_tangent:
-            raise ValueError(f"{what} and a gradient goes through it; {way_out}")
+            raise ValueError(f"{what}, and a gradient flows through it; {way_out}")
         # Along the shared axes the first dimension is cut into all and nothing, so that the workers
         # need no other group than that of the layout.
         cut, *others = self.layout.cuts

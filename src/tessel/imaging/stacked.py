@@ -161,8 +161,9 @@ class DistributedStackedPhysics(DistributedPhysics):
         alone = [worker for worker, (number,) in told.items() if number == 0]
         if needed and alone:
             raise ValueError(
-                f"{self!r}: measurements of all operators need gradients on some workers, and "
-                f"workers {alone} were given their own ones alone; give all of them to all workers"
+                f"{self!r}: on some workers, measurements of all operators need gradients, but "
+                f"workers {alone} got only their own measurements; pass all measurements on all "
+                "workers"
             )
         return needed
 
@@ -513,8 +514,8 @@ class DistributedStackedFidelity(torch.nn.Module):
         """The fidelities of these operators, with these measurements."""
         if not isinstance(physics, DistributedStackedPhysics):
             raise ValueError(
-                f"a distributed data fidelity takes distributed physics, got "
-                f"{type(physics).__name__}; make it with distribute(physics, ctx)"
+                "a distributed data fidelity expects distributed physics, got "
+                f"{type(physics).__name__}; create them with distribute(physics, ctx)"
             )
         if physics not in self._made:
             given: Any = SimpleNamespace(num_items=physics.num_ops, local=[])

@@ -101,8 +101,8 @@ class Tiling:
             if start != len(result):
                 raise ValueError(
                     "apply_batching must return batches of whole patches, concatenated along the "
-                    f"first dimension: got a batch of length {len(result)} for patches of {start} "
-                    "in all"
+                    f"first dimension: got a batch of length {len(result)} for patches of total "
+                    f"length {start}"
                 )
             if in_turn:  # so that only the results of one batch are kept
                 self.put(out, kept)

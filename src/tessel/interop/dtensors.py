@@ -131,8 +131,8 @@ def to_dtensor(x: Tensor, mesh: Any) -> Any:
     expected = torch.tensor(partition.ranks).reshape(partition.shape)
     if not (isinstance(grid, torch.Tensor) and torch.equal(grid.cpu().long(), expected)):
         raise ValueError(
-            f"to_dtensor: expected a DeviceMesh of {partition}, got {mesh!r}; x.move_to("
-            f"tessel.interop.layout_of(mesh, placements, x.shape)) brings the tensor there"
+            f"to_dtensor: expected a DeviceMesh of {partition}, got {mesh!r}; "
+            "x.move_to(tessel.interop.layout_of(mesh, placements, x.shape)) moves the tensor there"
         )
     target = layout_of(mesh, placements, layout.shape)
     # The same parts on all workers, for any order of axes.

@@ -106,8 +106,8 @@ class PartOperator(LinearOperator):
         found = None if dtype is None else self.misfit(dtype)
         if found is not None:
             return (
-                f": operator {name} has numbers of {found}, and the {what} has {dtype}; convert "
-                f"one of them, for example with .to({found})"
+                f": operator {name} has dtype {found}, but the {what} has {dtype}; convert one of "
+                f"them, for example with .to({found})"
             )
         expected = self.codomain.local_shape
         if y is not None and tuple(y.shape) != expected:
@@ -497,8 +497,8 @@ class Whole:
                 return known(result, users, given)
             if result is not None:
                 notice(
-                    f": expected a result of shape {whole or tuple(result.shape)} and "
-                    f"{dtype or result.dtype} of {type(self.physics).__name__}, got "
+                    f": expected {type(self.physics).__name__} to return a result of shape "
+                    f"{whole or tuple(result.shape)} and {dtype or result.dtype}, got "
                     f"{tuple(result.shape)} and {result.dtype}"
                 )
             shape = whole or shape
@@ -519,7 +519,10 @@ class Whole:
                 return as_dtype(result, given.dtype)
             told = self._dtypes[method, given.dtype] = DTYPES[code]
         if self.here and result.dtype != told:
-            notice(f": {method} of {type(self.physics).__name__} gave {told}, now {result.dtype}")
+            notice(
+                f": {method} of {type(self.physics).__name__} returned {told} before, now "
+                f"{result.dtype}"
+            )
         return as_dtype(result, told)
 
     def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:

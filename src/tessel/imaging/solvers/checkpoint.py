@@ -176,10 +176,10 @@ class Checkpoint:
                 values = method.complete(values, space)
             if set(values) != set(start):
                 raise ValueError(
-                    f"the checkpoint in {self.folder} is of other parts of the image, to which "
-                    f"{sorted(set(start) - set(values))} of {method.name} cannot be converted; "
-                    f"run on as many workers with the same partition, implement `complete` in the "
-                    f"method, or use another folder"
+                    f"the checkpoint in {self.folder} was written for other parts of the image, to "
+                    f"which {method.name} cannot convert {sorted(set(start) - set(values))}; run "
+                    "on the same number of workers with the same partition, implement `complete` "
+                    "in the method, or use another folder"
                 )
             torch.set_rng_state(notes.random["cpu"])  # random numbers continue as they would have
             if start["x"].is_cuda and "cuda" in notes.random:

@@ -70,8 +70,8 @@ class Space:
             )
         if differentiable and space.workers.size != space.layout.partition.size:
             raise NotImplementedError(
-                "gradients through a solver need the image on all workers that solve: it lies on "
-                f"{space.layout.partition}, but these are {space.workers}"
+                "gradients through a solver need the image on all workers of the solver: the "
+                f"image is on {space.layout.partition}, the solver on {space.workers}"
             )
         return space
 

@@ -78,9 +78,8 @@ def fidelity_prox(
         if not off <= 1e-6 * scale:
             raise ValueError(
                 f"{type(fidelity).__name__}: its gradient is not that of a quadratic function (off "
-                f"by {(off / scale) ** 0.5:.1g}), so that its prox cannot be computed; give it a "
-                f"method prox(x, gamma=...), or take a method that needs gradients only, such as "
-                f"PGD"
+                f"by {(off / scale) ** 0.5:.1g}), so its prox cannot be computed; add a method "
+                "prox(x, gamma=...) to it, or use a solver that needs only gradients, such as PGD"
             )
     return u
 
