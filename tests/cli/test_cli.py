@@ -323,7 +323,7 @@ def test_a_host_with_another_token_is_told_so(tmp_path: Path, beside: Executor) 
     await_listener(int(endpoint.rpartition(":")[2]))
     stranger = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="another token of a job")
     assert (stranger.returncode, stranger.stdout) == (1, "")
-    assert "has another token or --rdzv-id than this one" in stranger.stderr
+    assert "has a different token or --rdzv-id" in stranger.stderr
     assert len(stranger.stderr.splitlines()) == 1
     friend = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="one token of a job")
     assert (friend.returncode, friend.stdout) == (0, "1 2\n")

@@ -82,7 +82,7 @@ def test_another_token_or_job_is_refused(
     opened: tuple[Endpoint, Echo], token: bytes, job: str
 ) -> None:
     endpoint, echo = opened
-    with pytest.raises(GateError, match="has another token or --rdzv-id than this one"):
+    with pytest.raises(GateError, match="has a different token or --rdzv-id"):
         Tunnel(endpoint, token, job, SOON)
     assert echo.callers == 0
 

@@ -111,7 +111,7 @@ def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
             status = os.fstat(opened.fileno())
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise GateError(
-                    f"the token in {file} must belong to this user and be readable by nobody else; "
+                    f"the token in {file} must belong to this user and be readable by no one else; "
                     f"chmod 600 {file}"
                 )
             return _checked_token(opened.read(4096).strip(), str(file))
@@ -317,7 +317,7 @@ class Tunnel(_Forwarder):
                 if time.monotonic() > deadline:
                     raise GateError(
                         f"nobody answered at {where} for {seconds:.0f} s ({error}); it must be an "
-                        f"address of one of the hosts, on which `tessel run` was started, too"
+                        "address of one of the hosts on which `tessel run` was started"
                     ) from error
                 time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         try:
@@ -342,8 +342,8 @@ class Tunnel(_Forwarder):
         proof = _exactly(connection, _PROOF)
         if not hmac.compare_digest(proof, self._proof(b"gate", theirs, mine)):
             raise GateError(
-                f"the host at {where} has another token or --rdzv-id than this one; both must be "
-                f"the same on all hosts: set TESSEL_TOKEN, or copy the file with the token"
+                f"the host at {where} has a different token or --rdzv-id; both must be the same on "
+                "all hosts: set TESSEL_TOKEN, or copy the file with the token"
             )
 
 

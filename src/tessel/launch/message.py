@@ -35,8 +35,8 @@ class NoMessageError(RuntimeError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(
-            f"what came from another process of this job is not a message of Tessel ({problem}); "
-            f"does the program write to file descriptors that it has not opened?"
+            f"data from another process of this job is not a message of Tessel ({problem}); does "
+            "the program write to file descriptors that it did not open?"
         )
 
 

@@ -149,9 +149,9 @@ class Workers:
         task = Task.of(fn, args)
         if not task.pickled:
             raise TypeError(
-                f"workers that are running must be able to import what they are sent; "
-                f"{task.name} or one of its arguments cannot be imported: define it at the top "
-                f"level of a module, or use tessel.launch(fn, nprocs, ...), which can fork"
+                "running workers must be able to import the functions and arguments that they are "
+                f"sent, but {task.name} or one of its arguments cannot be imported: define it at "
+                "the top level of a module, or use tessel.launch(fn, nprocs, ...), which can fork"
             )
         return self._run(task, nprocs, self.timeout if timeout is None else timeout)
 
