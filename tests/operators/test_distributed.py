@@ -945,7 +945,7 @@ def test_what_is_wrong_on_one_worker_raises_on_all(run: Run, nprocs: int) -> Non
         "dimensions": "the number of dimensions differs between workers",
         "dtype": "the dtype differs between workers: torch.float64 on worker 0, torch.float32",
         "batch": "the number of dimensions differs between workers",
-        "columns": "workers 0 and 1 have parts of the same columns, but 2 and 3 of them",
+        "columns": "workers 0 and 1 have parts of the same columns, but have 2 and 3 columns",
         "vec": "some workers pass a vec and others a tensor with its dimensions",
         "sparse": "worker 1 passed no tensor, or one whose dtype, device or layout",
         "θ": "with no θ for ParMatrix",

@@ -253,7 +253,7 @@ def columns_on_twelve() -> None:
     (slope,) = torch.autograd.grad(loss_of(y, torch.zeros_like(y)), point)
     close("gradient", slope, 42 * point.detach())
     text = text_of(lambda: S * (point if rank else point[..., :1]))
-    assert "workers 0 and 2 have parts of the same columns, but 1 and 3 of them" in text
+    assert "workers 0 and 2 have parts of the same columns, but have 1 and 3 columns" in text
 
 
 def test_columns_on_grids_without_a_common_one(run: Run) -> None:

@@ -306,7 +306,7 @@ class Distributed(HasHandle, ParOperator):
             if count != expected:
                 raise ValueError(
                     f"{self}: workers {other} and {worker} have parts of the same columns, but "
-                    f"{expected} and {count} of them"
+                    f"have {expected} and {count} columns"
                 )
         return tuple(found[at][1] for at in sorted(found)), meta, form
 

@@ -74,8 +74,8 @@ def gather(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
     """
     if not isinstance(P, Partition):
         raise TypeError(
-            f"tessel.gather(x, P) puts the parts of a tensor on a grid of workers together and got "
-            f"{P!r} for the partition; tessel.distributed.gather(x, dim) puts shards together"
+            f"tessel.gather(x, P) joins the parts of a tensor on a grid of workers, but P is "
+            f"{P!r}, not a partition; tessel.distributed.gather(x, dim) joins shards"
         )
     return Repartition(P, _first(P))(x, out)
 

@@ -297,10 +297,10 @@ def _warn_of_pickles() -> None:
         _has_warned = True
         if this_worker() == 0:
             warnings.warn(
-                "torch.distributed.checkpoint unpickles the files that it reads, so that those "
-                "of a stranger can run code here; pass "
-                "storage_reader=tessel.interop.checkpoint_reader(folder) to dcp.load in the place "
-                "of checkpoint_id, which refuses such files",
+                "torch.distributed.checkpoint unpickles the files that it reads, so untrusted "
+                "files can run code here; pass "
+                "storage_reader=tessel.interop.checkpoint_reader(folder), which refuses such "
+                "files, to dcp.load instead of checkpoint_id",
                 stacklevel=4,
             )
 

@@ -192,8 +192,8 @@ def total_norm(
     if not row.active:
         if any(value.grad is not None and value.grad.numel() for _, value, _ in found):
             raise ValueError(
-                f"clip_grad_norm_ over {row}: this worker is not one of these and has gradients; "
-                f"pass `partition`, with all workers that hold the model"
+                f"clip_grad_norm_ over {row}: this worker is not one of these, but has gradients; "
+                "pass `partition`, with all workers that hold the model"
             )
         return torch.tensor(0.0)
     pieces = [ParameterPiece.of(name, value, layout, row) for name, value, layout in found]

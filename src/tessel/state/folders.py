@@ -70,8 +70,8 @@ def whole_folder(
             found = [worker for worker, mark in marks.items() if mark.exists()]
             if is_shared and len(found) < len(marks):
                 raise FileNotFoundError(
-                    f"this worker sees {unfinished} with what workers {found} have made, of "
-                    f"{workers.size}: all workers must share the file system"
+                    f"in {unfinished}, this worker sees only the files of workers {found} of "
+                    f"{workers.size} workers: all workers must share the file system"
                 )
             if me == found[0]:
                 prepare(unfinished)

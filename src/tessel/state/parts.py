@@ -119,8 +119,8 @@ def whole_problem(name: str, value: Any, layout: Layout) -> str:
     if isinstance(value, Tensor) and tuple(value.shape) == layout.shape:
         return ""
     return (
-        f"{name} must be whole, of shape {layout.shape}, got {_words(value)}; what lies in "
-        f"parts on workers is made whole by collect_state_dict"
+        f"{name} must be whole, of shape {layout.shape}, got {_words(value)}; collect_state_dict "
+        "makes states in parts whole"
     )
 
 

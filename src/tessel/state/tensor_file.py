@@ -202,7 +202,7 @@ class TensorFile:
             header = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise self._error(f"its header is not JSON: {error}") from error
-        self._check(isinstance(header, dict), "its header is no table")
+        self._check(isinstance(header, dict), "its header is not a JSON object")
         self.notes = self._notes(header.pop("__metadata__", {}), text)
         self.entries: dict[str, TensorEntry] = {}
         for name, value in header.items():
@@ -214,13 +214,13 @@ class TensorFile:
                 is_right = is_right and entry.num_bytes == stop - start
             except (KeyError, TypeError, ValueError):
                 is_right = False
-            self._check(is_right, f"its entry for {name!r} is not that of a tensor")
+            self._check(is_right, f"its entry for {name!r} does not describe a tensor")
         # Tensors are contiguous, without gaps, to the end of the file.
         place, end = 0, size - self._begin
         for entry in sorted(self.entries.values(), key=lambda each: (each.start, each.num_bytes)):
-            self._check(entry.start == place, "its tensors overlap, or there is something between")
+            self._check(entry.start == place, "its tensors overlap, or have gaps between them")
             place += entry.num_bytes
-        self._check(place == end, f"it has {end} bytes of tensors and says that it has {place}")
+        self._check(place == end, f"it has {end} bytes of tensors, but its header lists {place}")
         # Files of other programs have no checksums.
         self._blocks: dict[str, str] | None = None
         if "tessel.checksum" in self.notes:
@@ -288,7 +288,7 @@ class TensorFile:
             raise self._error(problem)
 
     def _error(self, problem: str) -> ValueError:
-        return ValueError(f"{self.path} is damaged, or no tensor file: {problem}")
+        return ValueError(f"{self.path} is damaged, or is not a tensor file: {problem}")
 
 
 def _num_blocks(entry: TensorEntry) -> int:

@@ -42,7 +42,7 @@ def save_weights(
     state = module.state_dict(keep_vars=True)
     problems = places.problems(state, local_problem)
     problems += [
-        f"the value {name} is a {type(value).__name__}, and a file of weights has tensors only"
+        f"the value {name} is a {type(value).__name__}, but a file of weights contains only tensors"
         for name, value in state.items()
         if not isinstance(value, Tensor)
     ]

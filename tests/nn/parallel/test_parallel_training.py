@@ -326,7 +326,7 @@ def clip_outside() -> None:
         other = torch.nn.Parameter(torch.ones(2))
         other.grad = torch.ones(2)
         found = raised(lambda: clip_grad_norm_([*parameters, other], 1.0))
-        assert found is not None and "is not one of these and has gradients" in found[1]
+        assert found is not None and "is not one of these, but has gradients" in found[1]
 
 
 def test_workers_outside_of_the_group_go_on(run: Run) -> None:
