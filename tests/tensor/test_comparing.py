@@ -459,7 +459,7 @@ def test_a_worker_that_does_not_come(checking: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerLost) as caught:
         tessel.launch(sleep_instead, 2, timeout=100)
     assert time.monotonic() - begin < 55
-    assert "it waited for the others to say that they call `relu`(" in str(caught.value)
+    assert "it waited for the others to confirm that they call `relu`(" in str(caught.value)
     assert "test_comparing.py:" in str(caught.value)
     with pytest.raises(WorkerLost):
         tessel.launch(end_instead, 2, timeout=60)

@@ -366,7 +366,7 @@ def test_bad_values_raise_on_every_worker(run: Run, name: str) -> None:
 @pytest.mark.slow
 def test_flex_attention_of_compilers() -> None:
     x = split(torch.ones(1, 2, 4, 8))
-    with pytest.raises(Unsupported, match="in the place of flex_attention use torch"):
+    with pytest.raises(Unsupported, match="instead of flex_attention use torch"):
         torch.compile(flex_attention, backend="eager")(x, x, x)
 
 

@@ -73,10 +73,10 @@ def is_nested(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     for _ in range(8):  # our own frames, and that of the caller
         if frame is not None and frame.f_globals.get("__name__") == _FLEX_ATTENTION:
             raise NotImplementedError(
-                f"flex_attention compiles its own code and has no rule for spread tensors, got "
+                "flex_attention compiles its own code and has no rule for spread tensors, got "
                 f"{args[0]._layout}; use torch.nn.functional.scaled_dot_product_attention with "
-                f"is_causal=True or attn_mask=..., a tensor of what the mask_mod or score_mod "
-                f"gives: it leaves batch, heads and sequence split"
+                "is_causal=True or attn_mask=..., a tensor of the values of the mask_mod or "
+                "score_mod, which leaves batch, heads and sequence split"
             )
         frame = None if frame is None else frame.f_back
     return of_the_whole(name, func, args, kwargs)
@@ -110,10 +110,10 @@ def device(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     asks = sys._getframe(3)  # the caller of `__torch_function__`, which calls `above`
     if asks.f_globals.get("__name__") == _BATCH_NORMS:
         raise NotImplementedError(
-            f"torch's SyncBatchNorm exchanges statistics of plain tensors between processes, got "
-            f"a spread one, {args[0]._layout}: convert the model, "
-            f"tessel.nn.distribute_module(model, P_x), where it has the statistics of the whole, "
-            f"or use torch.nn.BatchNorm1d, 2d or 3d, which have those of a spread tensor"
+            "torch's SyncBatchNorm exchanges statistics of plain tensors between processes, got a "
+            f"spread tensor, {args[0]._layout}: convert the model with "
+            "tessel.nn.distribute_module(model, P_x), in which it computes the statistics of the "
+            "whole, or use torch.nn.BatchNorm1d, 2d or 3d, which compute those of spread tensors"
         )
     return of_the_whole(name, func, args, kwargs)
 
@@ -276,8 +276,8 @@ def _derived(value: Any) -> Any:
     if isinstance(value, Tensor) and "_was_cut" in value.__dict__:
         raise ValueError(
             f"the gradient of this tensor of shape {tuple(value._layout.shape)} is unknown: slices "
-            f"were computed without the rest of it; ask for it (retain_grad, register_hook) before "
-            f"the first slice is taken, or derive by the slices"
+            "were computed without the rest of it; request it (retain_grad, register_hook) before "
+            "taking the first slice, or differentiate with respect to the slices"
         )
     with torch.enable_grad():
         return _raw(value)
@@ -391,6 +391,6 @@ def iterate(name: str, func: Any, args: Arguments, kwargs: Settings) -> Iterator
 def refused(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Raise for functions that would mistake the part for the whole."""
     raise ValueError(
-        f"`{name}` of a spread tensor would take this worker's part for the whole; write x.local "
-        f"for the part, or x.full() for the whole"
+        f"`{name}` of a spread tensor would take this worker's part for the whole; use x.local for "
+        "the part, or x.full() for the whole"
     )

@@ -334,7 +334,7 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if name in _RESHAPE_IN_PLACE:  # the part would change its shape, but not the wrapper
         raise unsupported(name, "a spread tensor cannot change its shape in place", *layouts)
     if is_random(name) and layouts[0].partition.size > 1:
-        raise unsupported(name, "each worker would draw numbers of its own", *layouts)
+        raise unsupported(name, "each worker would draw different numbers", *layouts)
     result = func(*parts(args), **parts(kwargs))
     check_not_nested(name, result)
     return shared(result, layouts[0].partition)
@@ -368,8 +368,8 @@ def _written_back(name: str, args: Arguments, kwargs: Settings) -> Any:
     result = getattr(torch.Tensor, name[:-1])(x.clone(), *args[1:], **kwargs)
     if result.shape != x.shape or result.dtype != x.dtype:
         raise RuntimeError(
-            f"`{name}` would put {tuple(result.shape)} values of {result.dtype} into a tensor of "
-            f"{tuple(x.shape)} values of {x.dtype}"
+            f"`{name}` would write a result of shape {tuple(result.shape)} and {result.dtype} into "
+            f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
         )
     return x.copy_(result)
 
@@ -392,7 +392,7 @@ def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     for each, target in zip(found, targets, strict=True):
         if each.shape != target.shape:
             raise ValueError(
-                f"`{name}` gives a tensor of shape {tuple(each.shape)}, got an `out` of shape "
+                f"`{name}` returns a tensor of shape {tuple(each.shape)}, got an `out` of shape "
                 f"{tuple(target.shape)}; a spread tensor cannot change its shape"
             )
         if not torch.can_cast(each.dtype, target.dtype):
@@ -471,8 +471,9 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
         return above(func, args, kwargs)
     if is_in_place(name) and type(args[0]) in converters:
         raise TypeError(
-            f"`{name}` would write a spread tensor into a {type(args[0]).__name__}; write "
-            f"its part, y.local, after y.move_to(...) the layout that it has"
+            f"`{name}` would write a spread tensor into a {type(args[0]).__name__}; write y.local, "
+            "the part of the spread tensor, after moving it to the layout of that tensor with "
+            "y.move_to(...)"
         )
     return above(func, mapped(convert, args), mapped(convert, kwargs))
 
@@ -495,7 +496,10 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
         part = first._part.detach() if name == "detach" else first._part
         return Tensor(part, first._layout, records=False)
     if func._schema.is_mutable:
-        why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
+        why = (
+            "it would change a spread tensor by code that bypasses torch's functions, such as "
+            "torch.func.vmap and C++ code"
+        )
         raise unsupported(name, why, *held_layouts(found))
     if "c10d" in func.namespace:  # its schemas do not mark operands that are written to
         return collective(f"collective {name}", func, args, kwargs)

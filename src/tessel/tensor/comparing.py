@@ -137,7 +137,7 @@ def compare(group: Group, said: str, exactly: str = "") -> None:
     try:
         agree_on_call(group, called, code_of(f"TESSEL_CHECK {said} {exactly}"))
     except WorkerLost as error:
-        text = f"{error}; it waited for the others to say that they call {said} as it does at "
+        text = f"{error}; it waited for the others to confirm that they call {said}, as it does at "
         raise WorkerLost(f"{text}{current_place()}") from error
 
 

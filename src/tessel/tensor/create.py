@@ -85,7 +85,7 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
     partition = _partition(where)
     if isinstance(part, Tensor):
         agree(world(), "tessel.from_local of a tensor that is spread")
-        raise TypeError(f"from_local: expected a plain tensor, got one that is spread, {part}")
+        raise TypeError(f"from_local: expected a plain tensor, got a spread tensor, {part}")
     layout, meta = _agreement(partition, where, "tessel.from_local").agree_on(part)
     part = entered(part, meta, partition.active)
     return Tensor(part.view_as(part), layout)

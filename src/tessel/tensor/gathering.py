@@ -103,8 +103,8 @@ def without_rule(
     if name == "_make_dual" and needs_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "forward mode (torch.func.jvp, forward_ad.make_dual) of a spread tensor that needs a "
-            "gradient: the gradient would be lost; use x.detach(), torch.no_grad(), or derivatives "
-            "in backward mode, as torch.func.vjp or torch.autograd.grad"
+            "gradient: the gradient would be lost; use x.detach(), torch.no_grad(), or "
+            "reverse-mode derivatives, such as torch.func.vjp or torch.autograd.grad"
         )
     return of_whole(name, func, args, kwargs)
 

@@ -121,8 +121,8 @@ def _anchor(*values: Any) -> torch.Tensor:
             operator = operator_of(node)
             if isinstance(operator, LinearOperator) and operator.takes_part:
                 raise ValueError(
-                    f"a tensor that worker {transport.this_worker()} has from {operator} is "
-                    "combined with one on other workers, and would get no gradient here; move it "
+                    f"the result of {operator} on worker {transport.this_worker()} is combined "
+                    "with a tensor on other workers, and would get no gradient here; move it "
                     "there as a spread tensor: x.move_to(...)"
                 )
         found.append(open_plain(value).reshape(-1)[:0])

@@ -81,8 +81,8 @@ def unsupported(name: str, why: str, *layouts: Layout) -> UnsupportedError:
     held = ", ".join(map(str, layouts))
     place = "in a converted model" if running.get() is not None else "of a spread tensor"
     return UnsupportedError(
-        f"torch's `{name}` {place}: {why}, got {held}; gather the tensor first, by x.full(), or "
-        f"put it into a layer that `tessel.nn` has, or outside of the model"
+        f"torch's `{name}` {place}: {why}, got {held}; gather the tensor first with x.full(), use "
+        "a layer of `tessel.nn`, or call it outside of the model"
     )
 
 
@@ -91,8 +91,8 @@ def check_not_nested(name: str, *values: Any) -> None:
     if any(each.is_nested for each in tensors(*values)):
         raise NotImplementedError(
             f"torch's `{name}` of a spread tensor: nested tensors (torch.nested) have no shape "
-            f"that a layout could split; use padded tensors and a mask, or gather the spread "
-            f"tensor first, by x.full()"
+            "that a layout could split; use padded tensors and a mask, or gather the spread "
+            "tensor first with x.full()"
         )
 
 

@@ -81,14 +81,14 @@ class _Missing:
             return x._part
         if "_withheld" in x.__dict__:
             raise ValueError(
-                f"this tensor of shape {tuple(x._layout.shape)} was changed in place by way of a "
-                f"view, which is a copy here, since values had to move: put it back, as in "
-                f"x[items] = view, or write x[items] += y without a name for the view"
+                f"this tensor of shape {tuple(x._layout.shape)} was changed in place through a "
+                "view, which is a copy here, since values had to move: write it back, as in "
+                "x[items] = view, or use x[items] += y without a name for the view"
             )
         raise ValueError(
             f"this tensor of shape {tuple(x._layout.shape)} is a copy, since values had to move, "
-            f"where torch has a view of another tensor, which was changed in place afterwards: "
-            f"take the view after the change, or write .clone() before it"
+            "where torch has a view of another tensor, which was changed in place afterwards: "
+            "take the view after the change, or call .clone() before it"
         )
 
 
@@ -246,8 +246,8 @@ class Tensor(torch.Tensor):
 # The message of compilers where a graph must not break, as inside of a higher-order operator.
 _METHOD: Any = Tensor.__torch_function__
 _METHOD.__func__._torchdynamo_disable_msg = (
-    "functions of spread tensors follow rules, which compilers call and do not trace; in the place "
-    "of flex_attention use torch.nn.functional.scaled_dot_product_attention with a mask"
+    "functions of spread tensors follow rules, which compilers call but cannot trace; instead of "
+    "flex_attention use torch.nn.functional.scaled_dot_product_attention with a mask"
 )
 
 

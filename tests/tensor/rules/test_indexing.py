@@ -208,7 +208,7 @@ def test_views_of_nothing_leave_what_they_are_views_of(
 
 def forget() -> None:
     """What was changed by way of a copy, and did not get it back, is not used."""
-    lost = "changed in place by way of a view"
+    lost = "changed in place through a view"
 
     def begin() -> tuple[tessel.Tensor, tessel.Tensor, tessel.Tensor, tessel.Tensor]:
         x = rows() * 1
@@ -281,7 +281,7 @@ def put_into_whole() -> None:
     does(whole).backward()
     assert torch.allclose(y, does(whole), 1e-12)
     assert torch.allclose(x.grad.full(), whole.grad, 1e-12)
-    with tessel.fallback("raise"), pytest.raises(NotImplementedError, match="that is whole"):
+    with tessel.fallback("raise"), pytest.raises(NotImplementedError, match="into a whole tensor"):
         does(x)
 
 
@@ -293,7 +293,7 @@ def test_a_part_that_is_put_into_a_whole_tensor_is_gathered(run: Run, nprocs: in
 def put_where_others_are() -> None:
     P = tessel.world().create_partition_inclusive([0, 1])
     x = tessel.spread(values((6,), 1), P.create_cartesian_topology_partition([2]))
-    with pytest.raises(NotImplementedError, match="that is whole"):
+    with pytest.raises(NotImplementedError, match="into a whole tensor"):
         torch.zeros(6, dtype=x.dtype)[:] = x
 
 

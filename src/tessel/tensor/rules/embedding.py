@@ -43,8 +43,9 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise IndexError(f"index out of range: the table has {weight.shape[0]} rows")
     if given["sparse"] and isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad:
         raise NotImplementedError(
-            "torch's `embedding` of a spread table with sparse=True: a spread tensor has no sparse "
-            "gradient; leave it out, or take tessel.nn.ParallelEmbedding, whose shards have one"
+            "torch's `embedding` of a spread table with sparse=True: spread tensors do not "
+            "support sparse gradients; omit it, or use tessel.nn.ParallelEmbedding, whose shards "
+            "do"
         )
     if indices._layout.is_whole and isinstance(weight, Tensor) and not weight._layout.is_whole:
         outlines(func, (indices, weight), given)  # torch's own errors
@@ -58,7 +59,7 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if not all(each.is_whole for each in layouts):
             raise NotImplementedError(
                 f"torch's `embedding` of spread tensors: {key}={given[key]} needs all indices, got "
-                f"{', '.join(map(str, layouts))}; leave it out, or gather them first, by x.full()"
+                f"{', '.join(map(str, layouts))}; omit it, or gather them first with x.full()"
             )
         return as_spread(func(parts(indices), parts(weight), **given), layouts[0].partition)
     letters = ascii_lowercase[: indices.dim()]

@@ -480,7 +480,7 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
             func(*parts(args))
             return
         if not adopted(x, _around(name, x, key, value)):
-            raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+            raise unsupported(name, "it would write a part into a whole tensor", *layouts)
         x[key] = value  # x is spread now
         return
     if is_truth(key):

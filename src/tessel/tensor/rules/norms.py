@@ -424,8 +424,8 @@ def _check(
         )
     if not dtype.is_floating_point:
         raise NotImplementedError(
-            f"{name} over several workers takes real numbers, got {dtype}; "
-            f"normalise the real and the imaginary part on their own"
+            f"{name} over several workers expects real numbers, got {dtype}; normalize the real "
+            "and the imaginary parts separately"
         )
 
 

@@ -116,7 +116,7 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             if not isinstance(first, torch.Tensor) or not adopted(
                 first, common_layout(name, [*args, *kwargs.values()])
             ):
-                raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+                raise unsupported(name, "it would write a part into a whole tensor", *layouts)
         # `x[1:] += y` puts the changed view back into x, so it may be a copy
         goes_back = name in _AUGMENTED and may_go_back(first)
         if not goes_back:
@@ -138,7 +138,10 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(result, str):  # the name of a tensor type, from `type`
         return result
     if result is NotImplemented:  # for x == "text": torch turns this error into the same answer
-        raise TypeError(f"`{name}` of a tensor and {[type(each).__name__ for each in args[1:]]}")
+        raise TypeError(
+            f"`{name}` is not supported between a tensor and "
+            f"{[type(each).__name__ for each in args[1:]]}"
+        )
     if name == "frexp":
         return type(result)([made(each, target) for each in result])
     if not isinstance(result, torch.Tensor):
@@ -162,7 +165,9 @@ def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
             name, "it would change a copy where torch has a view of another tensor", *layouts
         )
     if open_part(target) is not target._part:
-        raise unsupported(name, "it would change what a function of its own gave", *layouts)
+        raise unsupported(
+            name, "it would change the result of a custom autograd function", *layouts
+        )
     if "_is_hooked" in target.__dict__:
         keep_hooks(name, target, layouts)
 

@@ -206,7 +206,7 @@ def einsum(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The product given by the equation."""
     text, *operands = args
     if isinstance(text, torch.Tensor) or not isinstance(text, str):
-        raise unsupported(name, "the equation must be text", *held_layouts(args))
+        raise unsupported(name, "the equation must be a string", *held_layouts(args))
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     given, output = _parsed(text, tuple(each.dim() for each in operands))
@@ -299,7 +299,9 @@ def matmul(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if name in ("outer", "ger"):
         equation: Equation = ("i", "j"), "ij"
     elif not m or not n:
-        raise unsupported(name, f"tensors of {m} and {n} dimensions", *held_layouts(a, b))
+        raise unsupported(
+            name, f"tensors of {m} and {n} dimensions are not supported", *held_layouts(a, b)
+        )
     elif name == "inner":
         left, right = ascii_letters[: m - 1], ascii_letters[m - 1 : m + n - 2]
         equation = (left + "Z", right + "Z"), left + right

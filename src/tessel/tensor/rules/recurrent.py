@@ -128,12 +128,12 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         # `without_rule`: torch counts this as a random function, even without dropout.
         layouts = held_layouts(args, kwargs)
         if not may_gather() and not all(each.is_whole for each in layouts):
-            raise unsupported(name, "sequences of different length have to be whole", *layouts)
+            raise unsupported(name, "sequences of different lengths must be whole", *layouts)
         return of_whole(name, func, args, kwargs)
     x, params, states = given["input"], given["params"], _as_list(given["hx"])
     if x.dim() != 3:
         raise unsupported(
-            name, "an input of three dimensions is needed", *held_layouts(args, kwargs)
+            name, "expected an input of three dimensions", *held_layouts(args, kwargs)
         )
     letters = "nti" if given["batch_first"] else "tni"
     lengths = dict(zip(letters, x.shape, strict=True))
@@ -264,7 +264,7 @@ def cells(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x, states = given["input"], _as_list(given["hx"])
     params = [given[key] for key in names[2:] if given.get(key) is not None]
     if x.dim() != 2:
-        raise unsupported(name, "an input of two dimensions is needed", *held_layouts(args, kwargs))
+        raise unsupported(name, "expected an input of two dimensions", *held_layouts(args, kwargs))
     shape = (x.shape[0], params[1].shape[-1])
     _check(name, x, states, params, [shape] * len(states))
     operands = [x, *states]

@@ -245,17 +245,19 @@ def reshape_in_place(name: str, func: Any, args: Arguments, kwargs: Settings) ->
     if not torch.is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():  # reading it raises for some views
             if x.requires_grad:
-                why = "where nothing is recorded it would lose its history or its gradient"
+                why = "with gradients disabled it would lose its history or its gradient"
                 raise unsupported(name, why, x._layout)
     elif x.is_leaf and x.requires_grad:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
     if open_part(x) is not x._part:
-        raise unsupported(name, "it would change what a function of its own gave", x._layout)
+        raise unsupported(
+            name, "it would change the result of a custom autograd function", x._layout
+        )
     if x.requires_grad and not torch.is_grad_enabled():
         raise unsupported(
-            name, "where nothing is recorded it would lose its history or its gradient", x._layout
+            name, "with gradients disabled it would lose its history or its gradient", x._layout
         )
     return become(x, getattr(torch.Tensor, name[:-1])(*args, **kwargs))
 
@@ -337,7 +339,7 @@ def repeat_interleave(name: str, func: Any, args: Arguments, kwargs: Settings) -
     x, count = args[0], argument(args, kwargs, 1, "repeats")
     dim = argument(args, kwargs, 2, "dim")
     if count is None:
-        raise unsupported(name, "numbers of repeats alone have to be whole", x._layout)
+        raise unsupported(name, "numbers of repeats without an input must be whole", x._layout)
     if isinstance(count, int):
         outlines(func, args, kwargs)  # torch's own error
     if dim is None:
