@@ -141,7 +141,8 @@ def with_a_pickle(path: str) -> str:
 
 def test_a_pickle_from_the_network_is_not_executed(run: Any, tmp_path: Any) -> None:
     texts = run(with_a_pickle, str(tmp_path / "executed"), nprocs=2)
-    assert texts[0] == texts[1] and "what worker 1 of the group sent is not a message" in texts[0]
+    assert texts[0] == texts[1]
+    assert "the data from worker 1 of the group is not a message" in texts[0]
     assert not (tmp_path / "executed").exists()
 
 
@@ -157,7 +158,7 @@ def with_something_else() -> tuple[str, list[Any]]:
 
 def test_a_value_that_cannot_be_sent_raises_on_all(run: Any) -> None:
     for text, shared in run(with_something_else, nprocs=2):
-        assert "worker 1 of the group cannot send what it has: a value of type" in text
+        assert "worker 1 of the group cannot send its value: a value of type" in text
         assert [len(each[1]) for each in shared] == [0, 1]
         assert shared[1][2] == PeerProcess("h", 1)
 

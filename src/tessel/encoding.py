@@ -99,7 +99,7 @@ def tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: A
     for n in shape:  # in Python's integers; a shape such as 0 × 2**80 is refused below
         count *= n
     if max(shape, default=0) >= 2**62 or count * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} and {dtype}")
+        raise ValueError(f"{len(data)} bytes are not a tensor of shape {shape} and {dtype}")
     raw = np.frombuffer(data, np.uint8).copy()  # writable
     try:
         if not count:

@@ -301,5 +301,5 @@ def test_a_message_of_another_length_is_noticed(monkeypatch: pytest.MonkeyPatch)
             return True
 
     message = mpi._Message((1, 2), 0, torch.empty(1), [Request()], sizes=(4,))
-    with pytest.raises(RuntimeError, match="another length"):
+    with pytest.raises(RuntimeError, match="the expected length"):
         message.test(Status)

@@ -146,8 +146,8 @@ def _check_shape(operator: LinearOperator, what: str, layout: Layout, value: Ten
     wrong = tuple(value.shape) != layout.local_shape
     if _total(operator, torch.tensor(float(wrong))) != 0:
         raise AssertionError(
-            f"{operator}: {what} does not have the shape that {layout} gives it, on this "
-            f"worker {tuple(value.shape)} instead of {layout.local_shape}"
+            f"{operator}: {what} does not have the shape of {layout}: expected "
+            f"{layout.local_shape} on this worker, got {tuple(value.shape)}"
         )
 
 

@@ -44,8 +44,8 @@ class DeviceExchange:
     ) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "only exchanges by NCCL can be captured in a CUDA graph, for which each worker "
-                "needs a GPU of its own"
+                "only exchanges by NCCL can be captured in a CUDA graph, which requires a GPU of "
+                "its own for each worker"
             )
         self._ways, self._key, self._device, self._mailboxes = ways, key, device, mailboxes
         self._receives = receives

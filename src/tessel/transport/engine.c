@@ -1221,7 +1221,7 @@ static PyObject *py_again(PyObject *self, PyObject *x) {
     return taken == program[NUM_TAKES] ? y : Py_BuildValue("ONl", kept[PROGRAM], y, taken);
 }
 
-static PyMethodDef again_method = {"again", py_again, METH_O, "again(x): make an exchange that was made before."};
+static PyMethodDef again_method = {"again", py_again, METH_O, "again(x): repeat an exchange."};
 
 static PyObject *py_repeat(PyObject *self, PyObject *args) {
     PyObject *kept[NUM_KEPT] = {0}, *x;
@@ -1270,7 +1270,7 @@ static PyObject *py_keep_unchanged(PyObject *self, PyObject *args) {
     PyObject *owner, *name;
     if (!PyArg_ParseTuple(args, "OU:keep_unchanged", &owner, &name)) return NULL;
     if (num_unchanged == MOST_UNCHANGED) {
-        PyErr_SetString(PyExc_RuntimeError, "there is no room for more");
+        PyErr_Format(PyExc_RuntimeError, "at most %d attributes can be watched", MOST_UNCHANGED);
         return NULL;
     }
     PyObject *value = PyObject_GetAttr(owner, name);
@@ -1282,22 +1282,22 @@ static PyObject *py_keep_unchanged(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL,
-     "run(program, y, x, call, room): make an exchange; how many entries were taken, -1 or -2."},
+     "run(program, y, x, call, room): run an exchange; return the number of entries taken, -1 or -2."},
     {"share", (PyCFunction)(void (*)(void))py_share, METH_FASTCALL,
-     "share(program, said, size, call): the same, from bytes to `size` times as many."},
+     "share(program, said, size, call): the same from bytes; also return `size` times as many bytes."},
     {"start", (PyCFunction)(void (*)(void))py_start, METH_FASTCALL,
-     "start(program, y, x, call, started): give, and ask for what comes; whether it was done."},
+     "start(program, y, x, call, started): start an exchange; return whether it is complete."},
     {"finish", (PyCFunction)(void (*)(void))py_finish, METH_FASTCALL,
-     "finish(program, started, channels, count): wait a short while for the rest; whether it came."},
+     "finish(program, started, channels, count): wait briefly for the rest; return whether it came."},
     {"await_any", py_await_any, METH_O,
-     "await_any(waiting): wait until a semaphore is not 0, as long as the words say; whether one is."},
+     "await_any(waiting): wait for a semaphore until a time limit; return whether one is not 0."},
     {"repeat", py_repeat, METH_VARARGS,
-     "repeat(…): what makes an exchange again from tensors that lie as this one; None if it cannot."},
-    {"ask", py_ask, METH_VARARGS, "ask(…): what of torch the engine may ask; whether it can."},
+     "repeat(…): return a function that repeats an exchange for tensors like this one, or None."},
+    {"ask", py_ask, METH_VARARGS, "ask(…): set the torch functions that the engine may call; return whether it can."},
     {"keep_unchanged", py_keep_unchanged, METH_VARARGS,
-     "keep_unchanged(owner, name): repeat nothing while this attribute is another."},
+     "keep_unchanged(owner, name): repeat nothing while this attribute has another value."},
     {"clock", py_clock, METH_O,
-     "clock(on): the seconds of packing, moving and waiting since the last call."},
+     "clock(on): return the seconds of packing, moving and waiting since the last call."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -804,8 +804,8 @@ class Group:
             text = f"{error.text}: {here}"
         elif error.came[1] > 0:
             text = (
-                f"{other} has made the backward pass of call {error.came[1]}, and {here} has not; "
-                f"call backward on all workers, also on those where the result is empty"
+                f"{other} has made the backward pass of call {error.came[1]}, but {here} has not; "
+                "call backward on all workers, including those where the result is empty"
             )
         else:
             text = f"{DIFFERENT}: {here} got a message of another call from {other}"

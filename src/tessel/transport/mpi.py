@@ -149,7 +149,7 @@ class _Message:
                 return moved
             # for a longer one MPI raises
             if self.sizes and status.Get_elements(_mpi().BYTE) != self.sizes[self.num_done]:
-                raise OutOfStep(self.key, self.key, "a message has another length than expected")
+                raise OutOfStep(self.key, self.key, "a message does not have the expected length")
             self.num_done += 1
             moved = True
         self.is_done = True

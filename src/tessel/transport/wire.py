@@ -176,11 +176,11 @@ def told(everyones: Sequence[bytes]) -> list[Any]:
             item, problem = decode(heard)
         except (ValueError, TypeError) as error:
             raise RuntimeError(
-                f"what worker {place} of the group sent is not a message of Tessel ({error}); all "
-                f"workers must run the same version of it"
+                f"the data from worker {place} of the group is not a message of Tessel ({error}); "
+                "all workers must run the same version of Tessel"
             ) from error
         if problem:
-            raise TypeError(f"worker {place} of the group cannot send what it has: {problem}")
+            raise TypeError(f"worker {place} of the group cannot send its value: {problem}")
         items.append(item)
     return items
 
@@ -196,8 +196,8 @@ def share_bytes(said: bytes, device: torch.device, handle: Any) -> list[bytes]:
         longest = max(lengths)
         if min(lengths) < 1 or longest > _LONGEST:
             raise RuntimeError(
-                f"workers announced messages of {lengths} bytes, which none of Tessel has; all "
-                f"workers must make the same calls in the same order"
+                f"workers announced messages of {lengths} bytes, which is no length of a message "
+                "of Tessel; all workers must make the same calls in the same order"
             )
         padded = np.zeros(longest, np.uint8)
         padded[: len(said)] = np.frombuffer(said, np.uint8)

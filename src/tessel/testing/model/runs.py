@@ -254,7 +254,7 @@ def _derived(result: Any, loss: Loss) -> Outputs:
         named = [(f"[{k}]", value) for k, value in enumerate(tree_flatten(found)[0])]
     outputs: Outputs = [(f"output{name}", value) for name, value in named]
     if loss is None and not any(isinstance(value, Tensor) for _, value in outputs):
-        raise ValueError(f"there are no tensors in the output, a {type(result).__name__}")
+        raise ValueError(f"the output, a {type(result).__name__}, contains no tensors")
     roots = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if loss is not None:
         seed_all(0)  # a loss may draw, and the numbers drawn before it differ
@@ -329,7 +329,7 @@ def compared_with(trace: Trace, model: nn.Module) -> Iterator[dict[str, list[Dif
         if not expected:
             calls.append(Difference(name, math.nan))  # torch has taken a short cut in one process
         elif len(expected[0]) != len(values):
-            remark = f"{len(values)} outputs are not {len(expected[0])}"
+            remark = f"{len(values)} outputs instead of {len(expected[0])}"
             calls.append(Difference(name, math.inf, note=remark))
         else:
             pairs = zip(values, expected[0], strict=True)
