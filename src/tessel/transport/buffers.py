@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -23,4 +24,17 @@ class ReceiveBuffer(NamedTuple):
 
     def put(self, values: Tensor) -> None:
         """Put what came into its place."""
-        self.place.add_(values) if self.adds else self.place.copy_(values)
+        write(self.place, values, self.adds)
+
+
+def write(place: Tensor, values: Tensor, adds: bool) -> None:
+    """Put values into a place, or add them to what is there, in whichever mode the place was made.
+
+    What comes is written while a worker waits for anything else, perhaps outside of the inference
+    mode in which it began the exchange, where torch would not write to a tensor of that mode.
+    """
+    if place.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            write(place, values, adds)
+    else:
+        place.add_(values) if adds else place.copy_(values)
