@@ -99,6 +99,29 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         RuntimeError,
         "do not fit",
     ),
+    # refused by torch where there are values, which the last worker has not
+    "product of truth values": (
+        lambda: split(torch.ones(2, 4) > 0) @ (torch.ones(4, 3) > 0),
+        NotImplementedError,
+        "not implemented for 'Bool'",
+    ),
+    "linear of truth values": (
+        lambda: F.linear(split(torch.ones(2, 4) > 0), torch.ones(3, 4) > 0),
+        NotImplementedError,
+        "not implemented for 'Bool'",
+    ),
+    "linear of split truth values": (
+        lambda: F.linear(split(torch.ones(3, 4) > 0, 1), split(torch.ones(2, 4) > 0)),
+        NotImplementedError,
+        "not implemented for 'Bool'",
+    ),
+    "forward mode around reverse mode": (
+        lambda: torch.func.jvp(
+            torch.func.grad(lambda x: x.tanh().sum()), (reals(6, 4),), (reals(6, 4),)
+        ),
+        NotImplementedError,
+        "put the jvp inside",
+    ),
     "ctc of times": (lambda: ctc(times=5), RuntimeError, "input_lengths"),
     "ctc of lengths": (lambda: ctc(length=2), RuntimeError, "target_lengths"),
     "embedding_bag": (
