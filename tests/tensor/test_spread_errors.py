@@ -50,6 +50,12 @@ def cumsum_in_place(x: Any) -> Any:
     return x[1:].cumsum_(1)
 
 
+def double_weights() -> Any:
+    """Torch casts the sequences alone; the last worker has none of the samples."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return nn.GRU(2, 3).double()(split(values((4, 2, 2), 1).float(), 1))
+
+
 def ctc(target: int = 1, times: int = 4, length: int = 1) -> Any:
     """Six samples, of which the last worker has one that is bad."""
     return F.ctc_loss(
@@ -98,6 +104,13 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: F.linear(split(values((5, 14), 1), 1), reals(4, 7)),
         RuntimeError,
         "do not fit",
+    ),
+    "autocast of double weights": (double_weights, RuntimeError, "same dtype"),
+    # all of the samples are on the first worker
+    "transposed convolution without outputs": (
+        lambda: F.conv_transpose1d(split(values((1, 1, 1), 1)), values((1, 1, 2), 1), padding=1),
+        RuntimeError,
+        "Output size is too small",
     ),
     # refused by torch where there are values, which the last worker has not
     "product of truth values": (
