@@ -118,7 +118,9 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
         check_alike(split, P_x)
     equalize([value for _, value in _values(model)], P_x)
-    conversion = ModelConversion(P_x, stream, fallback)
+    # the same on all workers, as they have just agreed
+    number = P_x.prepare().num_calls if P_x.active else 0
+    conversion = ModelConversion(P_x, stream, fallback, number)
     conversion.enter(model)
     return model
 
@@ -230,10 +232,12 @@ class ModelConversion:
         P_x: the partition of the input.
         stream: the random numbers of the model.
         fallback: how to treat functions without a rule.
+        number: the number of the conversion, the same on all workers: distinguishes equal models.
     """
 
-    def __init__(self, P_x: Partition, stream: Stream, fallback: str) -> None:
-        self.P_x, self.stream, self.fallback = P_x, stream, fallback
+    def __init__(self, P_x: Partition, stream: Stream, fallback: str, number: int) -> None:
+        self.P_x, self.stream, self.fallback, self.number = P_x, stream, fallback, number
+        self.num_entered = 0
         self.averaging: set[tuple[int, ...]] = set()  # workers over which wrappers average rightly
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
@@ -268,6 +272,7 @@ class ModelConversion:
                 # an attribute of the instance replaces the method
                 and isinstance(module.__dict__.get(name), Entrance | None)
             ]
+            self.num_entered += 1
             for name in ("forward", *others):
                 module.__dict__[name] = Entrance(module, self, name)
             if isinstance(module, GraphModule):
@@ -444,6 +449,8 @@ class Entrance(HasHandle):
         own = module.__dict__.get(name)  # somebody may have put one into this module
         self.own: Any = own.own if isinstance(own, Entrance) else own
         self.module, self.conversion, self.name = module, conversion, name
+        # of two equal modules, workers must call the same one
+        self.number = f"{conversion.number}.{conversion.num_entered}"
         self.schedule = buckets.BucketSchedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -474,6 +481,11 @@ class Entrance(HasHandle):
         if isinstance(module, nn.SyncBatchNorm):  # its own forward communicates
             return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
         return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
+
+    @property
+    def label(self) -> str:
+        """The module in words."""
+        return f"{type(self.module).__name__} (number {self.number}) over {self.conversion.P_x}"
 
     def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
@@ -571,7 +583,7 @@ class Entrance(HasHandle):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
-                buckets.agree_on_uses(self.module, P_x, wrapping)
+                buckets.agree_on_uses(self.module, self.label, wrapping, P_x)
                 if not any(map(is_spread, given)):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
@@ -589,7 +601,7 @@ class Entrance(HasHandle):
         parameters = Contents(module).parameters
         flags, is_off = needs_of(parameters)
         mode = "training" if module.training else "evaluation"
-        call = f"{type(module).__name__} over {P_x}, compiled in {mode}"
+        call = f"{self.label}, compiled in {mode}"
         key = (module.training, is_off, *flags)
         agreements = self.__dict__.setdefault("_agreements", {})
         schedules: dict[Any, buckets.BucketSchedule] = self.__dict__.setdefault("_schedules", {})
@@ -692,9 +704,9 @@ class Entrance(HasHandle):
         if state not in calls:
             mode = "training" if self.module.training else "evaluation"
             mode += ", under torch.no_grad()" if is_off else ""
-            method = "" if self.name == "forward" else f".{self.name}"
+            method = "" if self.name == "forward" else f", its method {self.name},"
             call = (
-                f"{type(self.module).__name__}{method} over {P_x} in {mode}, with "
+                f"{self.label}{method} in {mode}, with "
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
                 f"dimensions, and {buckets.described(plan)}"
             )
