@@ -426,7 +426,7 @@ def _found_in(kind: type, name: str) -> Any:
     raise AttributeError(f"{kind.__name__} has no attribute {name!r} any more")
 
 
-_WITH_OTHER_CODE = (nn.SyncBatchNorm, torch.jit.ScriptModule)  # other than that of their class
+_SYNCHRONIZED = nn.SyncBatchNorm.forward
 
 
 class Entrance(HasHandle):
@@ -471,16 +471,16 @@ class Entrance(HasHandle):
         module = self.module
         if self.own is not None:
             return self.own(*args, **kwargs)
-        if not isinstance(module, _WITH_OTHER_CODE):
-            kind = type(module)
-            # for most modules it is in their own class
-            method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
-            if type(method) is FunctionType:
-                return method(module, *args, **kwargs)
-            return method.__get__(module, kind)(*args, **kwargs)  # such as a static method
-        if isinstance(module, nn.SyncBatchNorm):  # its own forward communicates
-            return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
-        return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
+        if isinstance(module, torch.jit.ScriptModule):  # traced: its class has no code
+            return module._c._get_method(self.name)(*args, **kwargs)
+        kind = type(module)
+        # for most modules it is in their own class
+        method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
+        if type(method) is FunctionType:
+            if method is _SYNCHRONIZED:  # it communicates
+                method = nn.modules.batchnorm._BatchNorm.forward
+            return method(module, *args, **kwargs)
+        return method.__get__(module, kind)(*args, **kwargs)  # such as a static method
 
     @property
     def label(self) -> str:
