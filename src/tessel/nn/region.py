@@ -167,9 +167,15 @@ class HaloRegion(HasHandle, nn.Sequential):
             names = ", ".join(type(each).__name__ for each in _chain(self))
             modes = ["training" if each.training else "evaluation" for each in _chain(self)]
             mode = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
+            layers = [each for each in _chain(self) if isinstance(each, Layer)]
+            for each in layers:
+                each.prepare()  # those of a copy are numbered then
+            numbers = ", ".join(str(each._number) for each in layers)
+            # with their numbers: of two equal regions, workers must call the same one
             label = (
-                f"HaloRegion({names}) over {P_x} in {mode}, with {needs.count(True)} of "
-                f"{len(needs)} parameters to train{', under torch.no_grad()' if is_off else ''}"
+                f"HaloRegion({names}; number {numbers}) over {P_x} in {mode}, with "
+                f"{needs.count(True)} of {len(needs)} parameters to train"
+                f"{', under torch.no_grad()' if is_off else ''}"
             )
             identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
             agreements[state] = parts_agreement(P_x.prepare(), P_x, label, identity)
