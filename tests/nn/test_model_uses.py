@@ -345,6 +345,23 @@ def check_subclasses_of_synchronized_norms() -> None:
             converted(model)(own(values(SHAPE, 1)))
 
 
+class Called(nn.Module):
+    """A model in the way of other libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean()
+
+
+def test_a_model_without_forward_raises() -> None:
+    grid = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    with pytest.raises(NotImplementedError, match="Called defines __call__ in place of forward"):
+        tessel.nn.distribute_module(nn.Sequential(Called()), grid)
+
+
 def check_put_in_by_some() -> None:
     """What only one worker puts in raises on all of them, before anything is computed."""
     if tessel.world().size == 1:

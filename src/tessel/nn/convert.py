@@ -115,6 +115,14 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     check_choice("fallback", fallback, FALLBACKS)
     stream = Stream(_agree_on_model(model, P_x))  # before any parameter or buffer is sent
     refuse_flattened(type(model).__name__, model.modules(), P_x)
+    for kind in dict.fromkeys(map(type, model.modules())):  # in one order on all workers
+        # its layers would be converted, and what stands between them would see parts
+        is_called = kind.__call__ is not nn.Module.__call__ and kind.__module__[:6] != "torch."
+        if is_called and _found_in(kind, "forward") is nn.Module.forward:
+            raise NotImplementedError(
+                f"{kind.__name__} defines __call__ in place of forward, which a converted model "
+                f"cannot replace; name it forward"
+            )
     if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
         check_alike(split, P_x)
     equalize([value for _, value in _values(model)], P_x)

@@ -88,7 +88,7 @@ def copied(layer: Any, memo: dict[int, Any]) -> Any:
 
     Torch would copy all attributes of that, groups of workers and its handle among them.
     """
-    kind = type(layer)
+    kind: Any = type(layer)
     memo[id(layer)] = new = kind.__new__(kind)
     # a parametrized class has a `__getstate__` that raises, so that no file gets its state
     state = HasHandle.__getstate__(layer) if is_parametrized(layer) else layer.__getstate__()
@@ -137,8 +137,7 @@ class Layer(HasHandle):
         # `help` and editors would see *args of `__init__` above. Signatures of functions, not of
         # classes, which inherit `__signature__` from their bases.
         own, torchs = (
-            list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
-            for each in (cls, theirs)
+            list(inspect.signature(each.__init__).parameters.values())[1:] for each in (cls, theirs)
         )
         # its own first arguments, all of torch's, and its own keyword-only ones
         lead = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
