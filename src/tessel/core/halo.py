@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core import boxes
-from tessel.core.agreement import in_transform
 from tessel.core.boxes import Box, Region
-from tessel.core.context import is_compiling
+from tessel.core.context import in_transform, is_compiling
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator, record, record_several
 from tessel.core.move import Apart
