@@ -17,18 +17,16 @@ from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
     WAY_OUT,
     as_dtype,
-    attempted,
     check_common,
     depending_on,
     idle,
     in_common,
-    known,
-    made_by_all,
     tensors_held_by,
 )
 from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.parts.operators import RowOperator, Whole, vjp
 from tessel.imaging.physics import DistributedPhysics, OperatorCall
+from tessel.imaging.problems import attempted, known, made_by_all
 from tessel.imaging.signal import Image, local_data
 from tessel.transport import kept_in_job
 

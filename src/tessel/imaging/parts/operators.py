@@ -24,9 +24,10 @@ from tessel.core import (
     replicate,
     shared_whole,
 )
-from tessel.imaging.parameters import as_dtype, attempted, current, idle, known, notice, noticed
+from tessel.imaging.parameters import as_dtype, current, idle
 from tessel.imaging.parts.filtering import FilterSpectrum, convolve
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
+from tessel.imaging.problems import attempted, known, notice, noticed
 
 DTYPES = (  # supported by images and measurements
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
