@@ -214,7 +214,7 @@ def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
     adds = copies = False
     for group in takes.all:
         for taker in group.workers:
-            for place, _ in source.agreement(group.box):
+            for place, _ in source.overlaps(group.box):
                 from_group = (
                     gives.adder(gives.adding[place], group.host)
                     if sums
@@ -281,7 +281,7 @@ class _LocalGroupPlans:
         if own is not None:
             gives = [
                 Piece.of(taker, part, own)
-                for there, _ in self.target.agreement(own)
+                for there, _ in self.target.overlaps(own)
                 for taker in self.target.holders(there)
                 if (part := boxes.intersection(own, self.wants(taker))) is not None
                 and any(giver == worker for giver, _ in self._givers(taker, part))
@@ -299,9 +299,9 @@ class _LocalGroupPlans:
         if self.source.owns_once:
             return [
                 (giver_of(self.source, place, self.target, taker, self.hosts), part)
-                for place, part in self.source.agreement(want)
+                for place, part in self.source.overlaps(want)
             ]
-        met = {self.gives.adding[place] for place, _ in self.source.agreement(want)}
+        met = {self.gives.adding[place] for place, _ in self.source.overlaps(want)}
         adders = [self.gives.adder(number, self.hosts[taker]) for number in sorted(met)]
         return [
             (giver, part)

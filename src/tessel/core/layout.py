@@ -461,7 +461,7 @@ class Layout:
         assert box is not None
         return boxes.extent(box)
 
-    def agreement(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
+    def overlaps(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
         """The places on the grid (0 along shared axes) whose boxes meet `box`, and the overlaps."""
         hits = []  # for each dimension, the coordinates of intervals that meet `box`
         for cut, want in zip(self.cuts, box, strict=True):
