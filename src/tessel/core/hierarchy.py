@@ -111,6 +111,8 @@ class LocalGroups:
                 found.items(), key=lambda each: (each[0][0], min(map(min, each[1].values())))
             )
         }
+        # A host that lacks one of an owner's terms cannot add them in the owner's order: it gets
+        # their sum from a host that can.
         complete = {
             (host, box, owner)
             for (host, box, owner), terms in found.items()
@@ -152,6 +154,8 @@ def _owners(hosts_of: dict[Coordinates, set[int]]) -> dict[Coordinates, int]:
     """The owner of each term: one of the hosts that hold it."""
     left, owners = dict(hosts_of), {}
     while left:
+        # Who holds most comes first, so that there are few owners; of several the one with the
+        # lowest number, since all workers must choose alike.
         counts = Counter(host for there in left.values() for host in there)
         owner = min(counts, key=lambda host: (-counts[host], host))
         for place in [place for place, there in left.items() if owner in there]:
@@ -332,6 +336,8 @@ class _LocalGroupPlans:
         group, own = self.gives.of.get(worker), self.has(worker)
         mine = None if group is None else group.carried_by(worker)
         if group is None or own is None or mine is None:
+            # It makes both exchanges with nothing in them: the workers of a group count exchanges,
+            # and messages carry the count.
             empty = assembled(worker, [], [], (shape_of(own), (0,)), once=False)
             return empty, assembled(worker, [], [], ((0,), (0,)), once=False)
         others = [each for each in self.gives.all if each.box == group.box]

@@ -473,6 +473,8 @@ class Layout:
                     if (part := boxes.overlap(own, want))
                 ]
             )
+        # Separate copies of an index are terms of a sum, so each place that has one is listed. Of
+        # shared copies any holder can give the value: the first place stands for all.
         copies = [range(self.partition.shape[axis]) for axis in self.separate]
         for chosen in product(*hits):
             met = tuple(part for _, part in chosen)
@@ -509,6 +511,7 @@ class Layout:
 
     def local_inner(self, x: Tensor, y: Tensor) -> Tensor:
         """This worker's share of `inner`: shared values count on one worker only."""
+        # zero where nothing counts: every worker takes part in the sum of all shares
         return torch.vdot(x.reshape(-1), y.reshape(-1)) if self.counts else x.new_zeros(())
 
     def inner(self, x: Tensor, y: Tensor) -> Tensor:

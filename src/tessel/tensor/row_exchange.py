@@ -35,6 +35,7 @@ Counts = tuple[tuple[int, ...], ...]
 def owners(index: Tensor, intervals: Sequence[Interval]) -> Tensor:
     """In which of some consecutive intervals each index lies."""
     stops = constant(tuple(stop for _, stop in intervals), torch.int64, index.device)
+    # the first interval that ends behind an index: empty ones before it end at its start
     return torch.searchsorted(stops, index.contiguous(), right=True)
 
 
@@ -85,6 +86,7 @@ class RowExchange:
         owner = owners(index, rows.intervals)
         if distinct:
             length = max(1, rows.intervals[-1][1])
+            # sorted by reader, and for each by row, and so by owner, as rows are consecutive
             key = torch.unique(reader * length + index)
             reader, index = key // length, key % length
             owner = owners(index, rows.intervals)
@@ -138,6 +140,7 @@ class RowExchange:
         pieces = row.split(counts[place])
         given = [row[:0]] * n
         given[place] = pieces[place]
+        # requests go the ways of rows in the opposite direction, from readers to owners
         for shift, there, back in exchange._shifts():
             request = exchange._move(one_each, 0, shift).H
             given[back] = request.apply(pieces[there])
@@ -156,6 +159,7 @@ class RowExchange:
             layout: how the tensor lies; its dimension `dim` is split along the axes.
             dim: the dimension of the rows.
         """
+        # its own rows, in all places: where others come they are replaced, elsewhere left out
         found = [part.index_select(dim, self.given[self.place])] * len(self.given)
         for shift, owner, reader in self._shifts():
             rows = part.index_select(dim, self.given[reader])
