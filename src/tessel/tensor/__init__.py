@@ -1,8 +1,8 @@
 """The spread tensor, and the table that defines what torch's functions do with it.
 
-It may import `operators` (for transforms), `primitives`, `core` and `transport`. For packages above
-are `periodic_halo`, a tensor that is continued periodically, and `seeded`, generators that draw
-from a seed for a while.
+It may import `operators` (for transforms), `primitives`, `core` and `transport`. Packages above use
+`periodic_halo`, which continues a tensor periodically, and `seeded`, which seeds torch's generators
+temporarily, too.
 """
 
 from tessel.tensor import call as _call  # noqa: F401  (torch's functions are called through it)

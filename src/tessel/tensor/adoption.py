@@ -1,11 +1,11 @@
 """Adoption: a plain tensor that a model made becomes spread when parts are written into it.
 
-Models write `y = torch.zeros(shape); y[...] = f(x)`. All workers have the zeros alike, so each can
-keep its part of them, and nothing travels. The Python object stays the same one, so that all who
-hold it have the spread tensor from then on.
+Models write `y = torch.zeros(shape); y[...] = f(x)`. All workers have the same zeros, so each can
+keep its part of them, and nothing is sent. The Python object stays the same one, so that everything
+that refers to it has the spread tensor from then on.
 
-In a graph that a compiler makes of a model, tensors have no values, and the compiler holds them,
-too. There it is known of those that the model's code makes, as long as it does nothing else with
+In a graph that a compiler makes of a model, tensors have no values, and the compiler also refers to
+them. There, tensors that the model's code creates are known as long as it does nothing else with
 them.
 """
 
@@ -26,17 +26,18 @@ from tessel.tensor.table import in_backward, in_checkpoint, outlining, running, 
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.unfinished import Zeros, left_unfinished, may_wait
 
-# whether a tensor is not the running model's alone, but an argument of its call or kept in it
+# whether a tensor is an argument of the running model or kept in it, rather than made by its code
 belongs_elsewhere: ContextVar[Callable[[torch.Tensor], bool] | None] = ContextVar(
     "belongs_elsewhere", default=None
 )
 
 
 class FreshTensors(TorchFunctionMode):
-    """The plain tensors that code makes, as long as it does nothing with them.
+    """The plain tensors that code creates, as long as it does nothing with them.
 
     Attributes:
-        found: whether they are zeros, by their identities, which they keep as long as this does.
+        found: the tensors and whether they are zeros, by `id`; since they are kept here, no other
+            tensor gets the same `id`.
     """
 
     def __init__(self) -> None:
@@ -62,11 +63,11 @@ class FreshTensors(TorchFunctionMode):
         return result
 
     def are_zero(self, x: torch.Tensor) -> bool | None:
-        """Whether all values are zero, of a tensor that was only made; None of any other."""
+        """Whether a tensor that was only created is all zeros; None for any other tensor."""
         return self.found.get(id(x), (x, None))[1]
 
 
-# functions that make tensors which nobody else knows, and those that ask for no values
+# functions that create new tensors, and those that do not read values
 _MAKING = frozenset(
     f"{new}{kind}{like}"
     for kind in ("zeros", "ones", "empty", "full")
@@ -79,26 +80,29 @@ _ASKING = frozenset(
     )
 )
 
-# of the model that a compiler traces
+# the fresh tensors of the model that a compiler traces
 fresh: ContextVar[FreshTensors | None] = ContextVar("fresh", default=None)
 
 
 def adopted(x: torch.Tensor, target: Layout | None, view: torch.Tensor | None = None) -> bool:
-    """Whether a plain tensor is a spread one now, in the layout `target`, with the same values.
+    """Make a plain tensor spread, in the layout `target` with the same values, if possible.
+
+    It stays plain outside of models, where its user may need it as it is, and if anything but
+    Python names refers to it: a view, a graph of autograd, an array of numpy. These would keep the
+    old values. On some workers, garbage that is not collected yet may refer to it, so all workers
+    agree.
 
     Args:
         x: the tensor.
-        target: how it is to lie.
-        view: the only view of it, if there is one, which has lost its values then.
+        target: its new layout.
+        view: the only view of it, if there is one; it loses its values.
 
-    It stays plain outside of models, where its user may need it as it is, and if anything but
-    Python's names refers to it: a view, a graph of autograd, an array of numpy. These would keep
-    the values of before. Garbage that is not collected yet may be among them on some workers, so
-    all agree.
+    Returns:
+        Whether the tensor is spread now.
     """
     if target is None or target.is_whole or tuple(x.shape) != target.shape or outlining.get():
         return False
-    # What a checkpoint computes again, perhaps outside of the model, must be what it computed.
+    # A checkpoint must recompute what it computed first, perhaps outside of the model.
     model = running.get()
     if model is None and not (in_checkpoint() or in_backward()):
         return False
@@ -109,8 +113,8 @@ def adopted(x: torch.Tensor, target: Layout | None, view: torch.Tensor | None = 
     if belongs_to_others(x):
         return False
     call = f"a write of parts into a plain tensor of shape {target.shape}"
-    views = () if view is None else (view,)  # which refer to the tensor, and to its values
-    # Spectra begin as zeros, which need not be computed with.
+    views = () if view is None else (view,)  # it refers to the tensor, and to its storage
+    # Spectra begin as zeros, which take no computation while they are left unfinished.
     is_zero = x.is_complex() and may_wait() and not torch.count_nonzero(x)
     heard = agree(target.partition, call, numbers=[int(is_alone(x, *views)), int(is_zero)])
     if not all(alone for alone, _ in heard.numbers.values()):
@@ -129,7 +133,7 @@ def adopted(x: torch.Tensor, target: Layout | None, view: torch.Tensor | None = 
 
 
 def belongs_to_others(x: torch.Tensor) -> bool:
-    """Whether a tensor is none that the running model made for itself, on all workers alike."""
+    """Whether a tensor is not a new one of the running model; the same on all workers."""
     if type(x) is not torch.Tensor or x.layout != torch.strided or x.requires_grad or x._is_view():
         return True
     is_held = belongs_elsewhere.get()
@@ -137,12 +141,10 @@ def belongs_to_others(x: torch.Tensor) -> bool:
 
 
 def is_alone(x: torch.Tensor, *views: torch.Tensor) -> bool:
-    """Whether nothing but Python's names refers to a tensor and to these views of it, as far as
-    this worker knows.
-    """
-    storage = x.untyped_storage()  # one reference of its own
+    """Whether only Python names refer to a tensor and to these views of it, on this worker."""
+    storage = x.untyped_storage()  # a reference itself
     return (
-        not weakref.getweakrefs(x)  # as converted models have to their parameters and buffers
+        not weakref.getweakrefs(x)  # converted models have these to their parameters and buffers
         and x._use_count() == 1 + len(views)  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(storage._cdata) == 2 + len(views)
         and all(each._use_count() == 1 and not weakref.getweakrefs(each) for each in views)  # type: ignore[attr-defined]
@@ -150,10 +152,10 @@ def is_alone(x: torch.Tensor, *views: torch.Tensor) -> bool:
 
 
 def slices_of(view: torch.Tensor) -> tuple[int | slice, ...] | None:
-    """The numbers and slices by which a tensor's view was taken; None if it was taken otherwise.
+    """The integers and slices by which a view was taken; None if it was taken in another way.
 
-    They may be others than the code has, if these give the same values: `y[:1, 0]` for `y[0, :1]`
-    of one row.
+    They may differ from those in the code if they select the same values: `y[:1, 0]` for
+    `y[0, :1]` of one row.
     """
     base = view._base
     if base is None or not base.is_contiguous() or not view.numel():

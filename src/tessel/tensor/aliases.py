@@ -1,9 +1,9 @@
-"""Aliases: which tensors share memory in torch, and what becomes of those that do not here.
+"""Aliases: tensors that share memory in torch, also where they do not here.
 
-Torch has a slice as a view. Along a split dimension values have to move, so it is a copy here. A
-change in place would reach one of the two, and not the other: then the one that it does not reach
-gives its part away, and whoever uses it gets an error. Who shares memory with whom follows from
-layouts, so that all workers raise alike.
+In torch, a slice is a view. Along a split dimension values have to move, so it is a copy here. A
+change in place would reach one of the two and not the other: the one that it does not reach loses
+its part, and using it raises an error. Layouts determine which tensors share memory, so that all
+workers raise alike.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tessel.tensor.tensor import Tensor, made, open_part
 class Aliases:
     """Tensors that share memory: one, and views of it.
 
-    They hold this, and it refers to them weakly: a view must not keep alive what nobody else holds.
-    So do copies of them, which are copies of all that has these values.
+    They hold this object, and it refers to them weakly: a view must not keep a tensor alive that
+    nothing else refers to. Copies of them are referred to in the same way: they are copies of all
+    tensors with these values.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -34,7 +35,7 @@ class Aliases:
 
     @classmethod
     def of(cls, x: Tensor) -> Aliases:
-        """Those of a tensor."""
+        """The aliases of a tensor."""
         known: Aliases | None = x.__dict__.get("_aliases")
         return cls(x) if known is None else known
 
@@ -42,37 +43,37 @@ class Aliases:
         return iter(_alive(self._members))
 
     def begin_with(self, x: Tensor) -> bool:
-        """Whether all of these are views of this tensor, or it is the only one."""
+        """Whether all of these are views of `x`, or `x` is the only one."""
         return self._members[0]() is x
 
     @property
     def copies(self) -> list[Aliases]:
-        """Those of tensors that do not share this memory here, and may do so in torch."""
+        """The aliases of tensors that do not share this memory here, and may share it in torch."""
         return _alive(self._copies)
 
     @property
     def others(self) -> list[Aliases]:
-        """Copies of which nobody knows whether torch has them as views, see `either`."""
+        """Copies that may or may not be views in torch, see `either`."""
         return _alive(self._others)
 
     @property
     def are_there(self) -> bool:
-        """Whether a change of a copy would have to change anything."""
+        """Whether tensors are left that a change of a copy would have to change."""
         return any(True for each in (self, *self.others) for _ in each)
 
     def add(self, x: Tensor) -> None:
-        """Let another tensor be one of these."""
+        """Add a tensor that shares this memory."""
         self._members = [known for known in self._members if known() is not None]
         self._members.append(weakref.ref(x))
         x.__dict__["_aliases"] = self
 
     def drop(self, x: Tensor) -> None:
-        """Let one of these share other memory from now on."""
+        """Remove a tensor, which shares other memory from now on."""
         self._members = [known for known in self._members if known() is not x]
         del x.__dict__["_aliases"]
 
     def add_copy(self, copy: Aliases, is_other: bool = False) -> None:
-        """Let a change of these outdate a copy."""
+        """Add a copy that becomes outdated when these change."""
         self._copies = [*map(weakref.ref, self.copies), weakref.ref(copy)]
         if is_other:
             self._others = [*map(weakref.ref, self.others), weakref.ref(copy)]
@@ -83,22 +84,22 @@ def _alive(known: list[weakref.ref[Any]]) -> list[Any]:
 
 
 def note_view(y: Tensor, x: Tensor, copied: bool = False, detached: bool = False) -> Tensor:
-    """Remember that torch has a view of `x` in `y`.
+    """Record that `y` is a view of `x` in torch.
 
     Args:
         y: the view.
-        x: of what.
-        copied: whether it is a copy here.
-        detached: whether it has no history in common with `x`.
+        x: its base.
+        copied: whether `y` is a copy here.
+        detached: whether `y` has no history in common with `x`.
     """
     known = Aliases.of(x)
-    # a slice that is not finished has no part yet, and must not be asked for it
+    # an unfinished slice has no part yet, and reading it would finish the slice
     empty = (y if copied else x) if "_part" in y.__dict__ else None
     is_empty = empty is not None and not empty._part.numel()
     if is_empty and torch.is_grad_enabled() and y._part.requires_grad:
-        # The second derivative of a view of nothing that is changed is a constant in torch, and
-        # this worker would skip exchanges: see `share_history`. Where x has values, a view of
-        # none of them is torch's own.
+        # In torch, the second derivative of an empty view that is changed is a constant, and this
+        # worker would skip exchanges: see `share_history`. Where x has values, an empty view of
+        # it is torch's own.
         y._part = y._part.clone()
     if copied:
         y._originals = (*x._originals, known)
@@ -112,10 +113,10 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False, detached: bool = False
 
 
 def either(part: torch.Tensor, layout: Layout, x: Tensor) -> Tensor:
-    """A tensor that is a view of `x` in torch, or one of its own, as strides of the whole decide.
+    """A tensor that may be a view of `x` or a new one in torch, depending on strides of the whole.
 
-    Strides of a part say nothing of the whole where a worker has one index of a dimension. So it is
-    one of its own, and a change of one of the two outdates the other.
+    Strides of a part do not tell which if a worker has a single index of a dimension. So here it is
+    a new one, and a change of either of the two outdates the other.
     """
     if part is x._part or part._is_view() or torch.is_inference_mode_enabled():
         part = part.clone()
@@ -130,10 +131,10 @@ def either(part: torch.Tensor, layout: Layout, x: Tensor) -> Tensor:
 
 
 class Root:
-    """What others are views of in the eyes of autograd, where this worker has no values of it.
+    """The tensor that others are views of for autograd, where this worker has no values of it.
 
     Attributes:
-        tensor: gives it, as long as it is there and no view itself.
+        tensor: returns it, as long as it exists and is not a view itself.
         part: its part.
     """
 
@@ -143,18 +144,18 @@ class Root:
 
 
 def share_history(x: Tensor) -> None:
-    """Let all that has the same values depend on what nothing of `x` was changed by.
+    """Let all aliases of an empty `x` depend on whatever changed it.
 
-    Other workers have views, of which torch does so: by way of a view it changes the root, of which
-    it has all views again; a change of the root itself leaves nothing of what that was before. The
-    graphs have to be alike, or workers make different exchanges in second derivatives.
+    Workers with values have views, for which torch does so: a change through a view changes the
+    root, from which all views are made again; a change of the root itself discards its history.
+    The graphs of workers must be alike, or they make different exchanges in second derivatives.
     """
     if "_root" not in x.__dict__:
         return
     root: Root = x.__dict__["_root"]
 
     def depending(like: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        # no view: of one that is changed torch has constants as second derivatives, see `note_view`
+        # no view: second derivatives of a changed one are constants in torch, see `note_view`
         return anchored_zeros(tuple(like.shape), *others).to(like.dtype).clone()
 
     top = root.tensor()
@@ -167,10 +168,10 @@ def share_history(x: Tensor) -> None:
 
 
 def become(x: Tensor, y: Tensor) -> Tensor:
-    """Let a tensor be what `y` is, which torch has as a view of it: another shape of its values."""
+    """Turn `x` into `y`, in torch a view of it: the same values in another shape."""
     known, others = Aliases.of(x), Aliases.of(y)
     if others is not known and len([*known]) > 1:
-        # A copy, from now on, of what else has these values: a change of that outdates it.
+        # From now on a copy of the other tensors with these values: a change of those outdates it.
         known.drop(x)
         others.drop(y)
         others.add(x)
@@ -178,7 +179,7 @@ def become(x: Tensor, y: Tensor) -> Tensor:
     if others is not known:
         x.__dict__.pop("_root", None)
     elif "_root" in x.__dict__ and x.__dict__["_root"].tensor() is x:
-        x.__dict__["_root"].tensor = lambda: None  # it is a view now of what it was
+        x.__dict__["_root"].tensor = lambda: None  # `x` is now a view of the former `x`
     x.__dict__.pop("_taken", None)
     x._part, x._layout = y._part, y._layout
     with torch._C.DisableTorchFunctionSubclass():
@@ -187,7 +188,7 @@ def become(x: Tensor, y: Tensor) -> Tensor:
 
 
 def become_view(x: torch.Tensor, y: Tensor) -> None:
-    """Let a plain tensor be the view `y` of a spread one, and take its place among aliases."""
+    """Turn a plain tensor into `y`, the view of a spread one, and replace `y` among its aliases."""
     now: Any = x
     torch.utils.swap_tensors(x, made(y._part, y._layout))
     known = Aliases.of(y)
@@ -198,14 +199,14 @@ def become_view(x: torch.Tensor, y: Tensor) -> None:
 
 
 def outdate_copies(x: Tensor, spared: Tensor | None = None) -> None:
-    """Take the parts of copies away after a change of `x`, which torch's views would show.
+    """Remove the parts of copies after a change of `x`, which views would show in torch.
 
-    So whoever uses one of them afterwards gets an error, and not values of before. Nothing is asked
-    of a tensor that has its part.
+    So using one of them afterwards raises an error instead of computing with old values. Tensors
+    that have their parts need no check.
 
     Args:
-        x: what was changed.
-        spared: the copy by way of which it is changed.
+        x: the tensor that was changed.
+        spared: the copy through which it is changed.
     """
     if "_aliases" not in x.__dict__:
         return
@@ -217,7 +218,7 @@ def outdate_copies(x: Tensor, spared: Tensor | None = None) -> None:
             if any(aliases is each for each in done):
                 continue
             for alike in aliases:
-                # its part, and what it would be finished by
+                # its part, or what would compute it
                 alike.__dict__.pop("_part", None)
                 alike.__dict__.pop("_unfinished", None)
             done.append(aliases)
@@ -225,14 +226,14 @@ def outdate_copies(x: Tensor, spared: Tensor | None = None) -> None:
 
 
 def apart(value: Any, x: Tensor, itself: bool = False) -> Any:
-    """What is written into `x`; a copy, if torch has to read it from the memory that it writes.
+    """The value to write into `x`; a copy, if torch would read it from the memory that it writes.
 
-    It refuses some of these, by what each worker has.
+    Torch rejects some of these writes, depending on the memory of each worker's part.
 
     Args:
         value: what is written.
-        x: where to.
-        itself: whether `x` itself is read in another order than it is written, too.
+        x: the tensor that it is written into.
+        itself: whether `x` itself is also read in another order than it is written.
     """
     if not isinstance(value, Tensor) or (value is x and not itself):
         return value
@@ -240,7 +241,7 @@ def apart(value: Any, x: Tensor, itself: bool = False) -> Any:
 
 
 def may_go_back(x: Tensor) -> bool:
-    """Whether `x` is a copy of some items of one tensor, which Python may put back there."""
+    """Whether `x` is a copy of items of one tensor, which Python may write back."""
     if len(x._originals) != 1 or "_taken" not in x.__dict__ or open_part(x) is not x._part:
         return False
     base, _ = x.__dict__["_taken"]
@@ -248,14 +249,14 @@ def may_go_back(x: Tensor) -> bool:
 
 
 def withhold_original(copy: Tensor) -> None:
-    """Take the part of what `copy` is a copy of away, until the copy is put back.
+    """Remove the part of the original of `copy` until the copy is put back.
 
-    For `x[1:] += y`, which Python makes of three calls: the last one puts the changed copy into
-    `x`. In between, and if it never comes, `x` does not have the values that torch's would have.
+    This is for `x[1:] += y`, for which Python makes three calls: the last one puts the changed copy
+    into `x`. In between, and if it never comes, `x` does not have the values that it has in torch.
     """
     for k, alike in enumerate(copy._originals[0]):
         if "_unfinished" in alike.__dict__:
-            _ = alike._part  # it is finished, so that it can be withheld
+            _ = alike._part  # finish it, so that it can be withheld
         if not k:
             outdate_copies(alike, spared=copy)
         if "_part" in alike.__dict__:
@@ -263,7 +264,7 @@ def withhold_original(copy: Tensor) -> None:
 
 
 def put_back(x: Tensor, items: Any, value: Any) -> None:
-    """Give `x` its part again, if `value` is the copy that was changed, of the same items."""
+    """Give `x` its part back, if `value` is the changed copy of the same items."""
     _, copy = x.__dict__["_withheld"]
     if copy() is not value or value is None:
         return
@@ -275,5 +276,5 @@ def put_back(x: Tensor, items: Any, value: Any) -> None:
 
 
 def is_copy(x: Any) -> bool:
-    """Whether a change of a tensor should change others that are still there, and does not."""
+    """Whether a change of a tensor should also change others that still exist, and does not."""
     return isinstance(x, Tensor) and any(known.are_there for known in x._originals)

@@ -1,12 +1,12 @@
 """Rules for torch's operators below autograd: those of the functions that they implement.
 
-Code that goes round torch's functions (transforms of `torch.func`, backward formulas in C++) calls
-operators of `aten`. Some are the same function as one that has a rule, with the same arguments or
-others that say the same. They are listed here, each overload by its name; what is not listed has
-no rule. Nothing is concluded from a name alone: a wrong number is worse than a gather.
+Code that bypasses torch's functions (transforms of `torch.func`, backward formulas in C++) calls
+operators of `aten`. Some are the same as a function with a rule, with the same or equivalent
+arguments. They are listed here, each overload by its name; all others have no rule. Nothing is
+concluded from a name alone: a wrong number is worse than a gather.
 
-Backward formulas of functions that mix values are the derivatives of the rule of the function, on
-the graph of the parts: the function is computed once more, and no derivative is written by hand.
+Backward formulas of functions that mix values are the derivatives of the function's rule, on the
+graph of the parts: the function is computed once more, and no derivative is written by hand.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tessel.tensor.tensor import Tensor
 AtenFunction = Callable[..., Any]
 OPERATORS: dict[
     str, AtenFunction
-] = {}  # by the names of overloads, what has a rule and does the same
+] = {}  # equivalent functions that have rules, by the names of overloads
 
 
 def same(*names: str, of: Any = torch) -> None:
-    """Enter overloads that take what the Python function of their name takes."""
+    """Enter overloads with the arguments of the Python function of their name."""
     for name in names:
         OPERATORS[f"aten::{name}"] = getattr(of, name.partition(".")[0])
 
 
 def operator(*names: str) -> Callable[[AtenFunction], AtenFunction]:
-    """Enter what does the same as some overloads, with their arguments."""
+    """Enter a function that is equivalent to some overloads, with their arguments."""
 
     def enter(function: AtenFunction) -> AtenFunction:
         OPERATORS.update({f"aten::{name}": function for name in names})
@@ -62,7 +62,7 @@ same("scatter.src", "scatter.value", "scatter_add", "masked_select", "view_as_re
 same("view_as_complex", "slice_scatter", "select_scatter", "diff", "index_copy", "take")
 same("repeat", "unfold", "reshape", "new_zeros", "new_ones", "new_full", of=torch.Tensor)
 OPERATORS["aten::linalg_vector_norm"] = torch.linalg.vector_norm
-OPERATORS["aten::_conj"] = torch.conj_physical  # the bit for "to be conjugated" is not a wrapper's
+OPERATORS["aten::_conj"] = torch.conj_physical  # a wrapper has no conjugate bit
 
 operator("alias")(lambda x: x.view(x.shape))
 operator("expand")(lambda x, size, *, implicit=False: x.expand(size))
@@ -73,7 +73,7 @@ operator("_softmax")(lambda x, dim, widens: x.softmax(dim, torch.float32 if wide
 operator("_log_softmax")(
     lambda x, dim, widens: x.log_softmax(dim, torch.float32 if widens else None)
 )
-operator("embedding")(  # the other arguments concern gradients alone
+operator("embedding")(  # the other arguments only affect gradients
     lambda weight, indices, *of_gradients: F.embedding(indices, weight)
 )
 operator("max_pool2d_with_indices")(
@@ -93,7 +93,7 @@ operator("upsample_bicubic2d.vec")(
     lambda x, size, align, scales: F.interpolate(x, size, scales, "bicubic", align)
 )
 
-# functions of each element on its own that torch does not tag so
+# elementwise functions that torch does not tag as pointwise
 ELEMENTWISE = frozenset(
     (
         *("elu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward"),
@@ -106,11 +106,11 @@ ELEMENTWISE = frozenset(
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
-    """Computing with values for code that called an operator: a graph is made elsewhere, if any.
+    """Compute values for code that called an operator; the graph, if any, is recorded elsewhere.
 
-    Autocast has been where the operator comes from. A pass that was started with torch's functions
-    switched off is no reason to gather. Transforms of `torch.func` switch off what reads tensors
-    that are marked as conjugated or negative, and parts may be such tensors.
+    Autocast was applied before the operator was called. A pass that was started with torch's
+    functions switched off is no reason to gather. Transforms of `torch.func` switch off the keys
+    that resolve conjugated or negated tensors, and parts may be such tensors.
     """
     with (
         _reached(DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor),
@@ -123,7 +123,7 @@ def below_autograd() -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Autograd once more, which has been where an operator comes from, on the graph of parts."""
+    """Switch autograd on again below an operator, to record the graph of parts."""
     with (
         _reached(
             DispatchKey.AutogradFunctionality,
@@ -137,7 +137,7 @@ def recorded() -> Iterator[None]:
 
 
 def _reached(*keys: DispatchKey) -> _ForceDispatchKeyGuard:
-    """Let calls pass through what is switched off on the way to an operator."""
+    """Let calls pass through dispatch keys that are switched off on the way to an operator."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in keys:
         excluded = excluded.remove(key)
@@ -145,7 +145,7 @@ def _reached(*keys: DispatchKey) -> _ForceDispatchKeyGuard:
 
 
 def of_values(value: Any) -> Any:
-    """A tensor without its history, which is not that of the result's part."""
+    """A tensor without its history, which is not the history of the result's part."""
     if not isinstance(value, Tensor):
         return value
     y = Tensor(value._part.detach(), value._layout, records=False)
@@ -153,14 +153,14 @@ def of_values(value: Any) -> Any:
 
 
 def pulled_back(function: AtenFunction, grad: Any, *operands: Any) -> Any:
-    """The gradients of operands, as the graph of a function's rule has them."""
-    if isinstance(grad, Tensor) and not held_layouts(operands):  # then the function has no rule
+    """The gradients of operands, by the graph of a function's rule."""
+    if isinstance(grad, Tensor) and not held_layouts(operands):  # no rule applies to plain operands
         operands = (as_spread(operands[0], grad._layout.partition), *operands[1:])
     parts = (each._part for each in spread_among(grad, *operands))
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, parts)):
         layouts = held_layouts(grad, *operands)
         raise unsupported(function.__name__, "parts belong to a transform of torch.func", *layouts)
-    with torch._C._DisableFuncTorch(), recorded():  # no transform is meant here
+    with torch._C._DisableFuncTorch(), recorded():  # transforms do not apply here
         leaves = [each.detach().requires_grad_() for each in operands]
         found = torch.autograd.grad(function(*leaves), leaves, grad)
     return tuple(each.detach() for each in found)
@@ -168,7 +168,7 @@ def pulled_back(function: AtenFunction, grad: Any, *operands: Any) -> Any:
 
 @operator("view", "_unsafe_view")
 def view(x: Tensor, size: Sequence[int]) -> Any:
-    """A wrapper is contiguous for torch, so any shape is a view; a part may need a copy."""
+    """Reshape: wrappers are contiguous for torch, so any shape is a view; parts may need a copy."""
     return x.reshape(size)
 
 
@@ -188,7 +188,7 @@ def index(x: Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
 
 @operator("index_put")
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    if any(each is None for each in indices):  # which torch.index_put does not take
+    if any(each is None for each in indices):  # torch.index_put does not support None
         if accumulate:
             why = "nothing is added without an index"
             raise unsupported("index_put", why, *held_layouts(x, indices, values))
@@ -200,7 +200,7 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
 
 @operator("_to_copy")
 def to_copy(x: Tensor, *, dtype: Any = None, device: Any = None, **others: Any) -> Any:
-    """The other arguments concern memory, of which a wrapper has none."""
+    """Convert; the other arguments concern memory, and a wrapper has none."""
     return x.to(device=device or x.device, dtype=dtype or x.dtype, copy=True)
 
 
@@ -218,7 +218,7 @@ def select_backward(grad: Any, size: Sequence[int], dim: int, index: int) -> Any
 def slice_backward(
     grad: Any, size: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> Any:
-    """Zeros where nothing was read: between two that were, before all and behind all."""
+    """Zeros where nothing was read: between the indices that were, before and after them."""
     dim = range(len(size))[dim]
     picked = range(size[dim])[start:end:step]
     if not picked:
@@ -231,14 +231,14 @@ def slice_backward(
 
 
 def _within(grad: Any, size: Sequence[int], dim: int, start: int) -> Any:
-    """A tensor with zeros before and behind it along a dimension."""
+    """A tensor with zeros before and after it along a dimension."""
     behind = size[dim] - start - grad.shape[dim]
     return F.pad(grad, [*[0, 0] * (len(size) - 1 - dim), start, behind])
 
 
 @operator("_softmax_backward_data")
 def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Any:
-    """yᵀ J = y (g - ⟨g, y⟩), where only the result of softmax is known."""
+    """gᵀ J = y (g - ⟨g, y⟩), from the result y of softmax."""
     product = grad * y
     return (product - y * product.sum(dim, keepdim=True)).to(dtype)
 
@@ -254,7 +254,7 @@ def distances(x: Any, y: Any, p: float, mode: int | None) -> Any:
     return torch.cdist(x, y, p, (*modes, "donot_use_mm_for_euclid_dist")[mode or 0])
 
 
-# What Fourier transforms are divided by: nothing, the root of the number of values, that number.
+# the divisor of Fourier transforms: one, the root of the number of values, that number
 _FORWARD = ("backward", "ortho", "forward")
 _INVERSE = _FORWARD[::-1]
 
@@ -329,7 +329,7 @@ def convolution_backward(
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> tuple[Any, Any, Any]:
-    """As torch's: with the means and the inverses of the deviations."""
+    """The norm with means and reciprocals of deviations, as torch returns them."""
     _check_long(x, weight)
     dims = tuple(range(x.dim() - len(shape), x.dim()))
     variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
@@ -350,7 +350,7 @@ def layer_norm_backward(
     bias: Any,
     mask: Sequence[bool],
 ) -> Any:
-    """Of the means and deviations that are given: nobody says here what was added to these."""
+    """The gradients by the given means and deviations, whose eps is not among the arguments."""
     _check_long(x, weight)
     rows, dims = tuple(range(x.dim() - len(shape))), tuple(range(x.dim() - len(shape), x.dim()))
     y = (x - mean) * deviation
@@ -375,7 +375,7 @@ def group_norm(
     groups: int,
     eps: float,
 ) -> tuple[Any, Any, Any]:
-    """As torch's: with the means and the inverses of the deviations of groups."""
+    """The norm with means and reciprocals of deviations of groups, as torch returns them."""
     _check_long(x, weight)
     grouped = x.unflatten(1, (groups, channels // groups))
     dims = tuple(range(2, grouped.dim()))
@@ -389,7 +389,7 @@ def group_norm(
 def batch_norm_in_evaluation(
     x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """As torch's: besides the result, statistics, which are empty here."""
+    """The norm with statistics, as torch returns them, which are empty here."""
     y = F.batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return y, empty, empty.clone()
@@ -399,7 +399,7 @@ def batch_norm_in_evaluation(
 def batch_norm(
     x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """By the statistics of the batch, which come with the result."""
+    """The norm by the statistics of the batch, which are also returned."""
     variance, mean = _moments_of_channels(x, weight)
     deviation = (variance + eps).rsqrt()
     return _scaled((x - mean) * deviation, weight, bias), mean.flatten(), deviation.flatten()
@@ -416,7 +416,7 @@ def batch_norm_with_averages(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """The same with averages over batches, which are results as well."""
+    """The same with averages over batches, which are returned as well."""
     if not training:
         raise unsupported("batch_norm", "not in evaluation by this operator", *held_layouts(x))
     found = _moments_of_channels(x, weight)
@@ -447,7 +447,7 @@ def _scaled(y: Any, weight: Any, bias: Any) -> Any:
 
 
 def _check_long(*values: Any) -> None:
-    """Torch computes with short numbers in longer ones here, and gives some of these back."""
+    """Raise for half precision, for which torch returns some results in float32."""
     for each in values:
         if each is not None and each.dtype not in (torch.float32, torch.float64):
             raise unsupported("norm", "not with such numbers", *held_layouts(values))
@@ -505,7 +505,7 @@ def upsample_linearly_to(x: Any, size: Any, align_corners: bool, *scales: Any) -
 
 
 def _check_by_size(x: Any, scales: Sequence[Any]) -> None:
-    """Scales that are passed with sizes need not agree with them, and change what is read."""
+    """Raise for scales beside sizes: they need not agree, and change which inputs are read."""
     if any(each is not None for each in scales):
         raise unsupported("interpolate", "not with sizes and scales at once", *held_layouts(x))
 
@@ -521,12 +521,12 @@ def embedding_backward(grad: Any, indices: Any, length: int, padding: int, by_co
     return pulled_back(embedded, grad, table)[0]
 
 
-_REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
+_REDUCTIONS = ("none", "mean", "sum")  # by torch's numbers
 
 
 @operator("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignored: int) -> Any:
-    """With the sum of the weights of all targets, by which a mean is divided."""
+    """The loss with the sum of the weights of all targets, the divisor of a mean."""
     y = _nll(x, target, weight, reduction, ignored)
     if reduction == 0:
         return y, x.new_zeros(())
@@ -548,7 +548,7 @@ def nll_loss_backward(
 
 
 def loss_of_elements(name: str, *settings: str) -> None:
-    """Enter a loss of each element with its backward formula, by the names of its settings."""
+    """Enter an elementwise loss and its backward formula, with the names of its settings."""
     own = getattr(F, name)
 
     def loss(x: Any, target: Any, reduction: int = 1, *given: Any, **named: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What a spread tensor says of itself, and what it hands on to its part.
+"""The attributes of a spread tensor: its own, and those that it takes from its part.
 
-Most facts are those of the whole, and the wrapper has them. What autograd knows lies with the part.
-Values can be read from a tensor that every worker has whole.
+Most of them describe the whole, and the wrapper has them. The state of autograd is that of the
+part. Values can be read from a tensor that every worker has whole.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ OF_THE_PART = frozenset(
 
 
 def of_the_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What the wrapper says, which has the shape and the kind of the whole."""
+    """The attribute of the wrapper, which has the shape, dtype and device of the whole."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def of_the_part(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What is the same for a part as for the whole, or of autograd's graph."""
+    """The attribute of the part, if it is that of the whole too, or belongs to autograd's graph."""
     return func(open_part(args[0]), *args[1:], **kwargs)
 
 
@@ -64,13 +64,13 @@ _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 @rule("get is_nested")
 def is_nested(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A spread tensor is not; and `flex_attention` raises, which asks this first.
+    """False for a spread tensor; raises in `flex_attention`, which reads this first.
 
-    It hands its operands to a compiler without asking them: all else comes too late for an error
-    of its own.
+    That passes its operands to a compiler without reading anything else of them, so this is the
+    only place for an error.
     """
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(8):  # ours, and the one that asks
+    for _ in range(8):  # our own frames, and that of the caller
         if frame is not None and frame.f_globals.get("__name__") == _FLEX_ATTENTION:
             raise NotImplementedError(
                 f"flex_attention compiles its own code and has no rule for spread tensors, got "
@@ -87,11 +87,11 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 
 @rule("get dtype")
 def dtype(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """That of the part; and collectives raise for lists of tensors in parts, which ask this first.
+    """The dtype of the part; raises in collectives for lists of split tensors, which read this.
 
-    Lists of lists go to C++ code that looks for memory there.
+    Nothing else is read of lists of lists, which go to C++ code that reads memory.
     """
-    asks = sys._getframe(3)  # behind `above` and `__torch_function__`
+    asks = sys._getframe(3)  # the caller of `__torch_function__`, which calls `above`
     if asks.f_globals.get("__name__") == _COLLECTIVES:
         check_values(args[0], "a collective of torch.distributed")
     return of_the_whole(name, func, args, kwargs)
@@ -102,12 +102,12 @@ _BATCH_NORMS = "torch.nn.modules.batchnorm"
 
 @rule("get device")
 def device(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """That of the part; and `nn.SyncBatchNorm` raises, which asks this before it exchanges.
+    """The device of the part; raises in `nn.SyncBatchNorm`, which reads this before its exchange.
 
-    It would add up the statistics of all processes, and each has those of the whole already. No
-    other batch norm asks.
+    It would add up the statistics of all processes, each of which already has those of the whole.
+    No other batch norm reads it.
     """
-    asks = sys._getframe(3)  # behind `above` and `__torch_function__`
+    asks = sys._getframe(3)  # the caller of `__torch_function__`, which calls `above`
     if asks.f_globals.get("__name__") == _BATCH_NORMS:
         raise NotImplementedError(
             f"torch's SyncBatchNorm exchanges statistics of plain tensors between processes, got "
@@ -120,7 +120,7 @@ def device(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("get requires_grad", "get grad_fn", "get is_leaf")
 def history(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What autograd knows of the part; of the wrapper, where code went round torch's functions."""
+    """The attribute of the part, or of the wrapper if code bypassed torch's functions."""
     x = args[0]
     with DisableTorchFunctionSubclass():
         if x.grad_fn is not None or (name == "get requires_grad" and "_unfinished" in x.__dict__):
@@ -130,7 +130,7 @@ def history(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("get grad")
 def gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> Tensor | None:
-    """The gradient lies as its tensor does."""
+    """The gradient, in the layout of its tensor."""
     grad = args[0]._part.grad
     return None if grad is None else Tensor(grad, args[0]._layout)
 
@@ -148,7 +148,7 @@ def delete_gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 
 @rule("set data")
 def set_data(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
-    """The part gets other values, and the wrapper their dtype and device."""
+    """Give the part other values, and the wrapper their dtype and device."""
     x, new = args
     part = part_like(new, x._layout).detach()
     x._part.data = part
@@ -159,7 +159,7 @@ def set_data(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
 
 @rule("requires_grad_", "set requires_grad")
 def set_requires_grad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Tensor | None:
-    """The part needs a gradient, and so does the wrapper, for code that gets it."""
+    """Set `requires_grad` of the part, and of the wrapper, which some code reads instead."""
     x, *rest = args
     needs = bool(rest[0] if rest else kwargs.get("requires_grad", True))
     open_part(x).requires_grad_(needs)
@@ -181,7 +181,7 @@ def detach_in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 
 
 def part_like(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This worker's part of a tensor in a layout; a plain one is whole on all workers."""
+    """This worker's part of a tensor in a layout; a plain tensor is whole on all workers."""
     if not isinstance(value, Tensor):
         return layout.local_part(value)
     return open_part(value.move_to(layout))
@@ -189,7 +189,7 @@ def part_like(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @rule("register_hook")
 def register_hook(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The hook sees the gradient as a spread tensor."""
+    """Register a hook that gets the gradient as a spread tensor."""
     x, hook = args
     layout = x._layout
 
@@ -210,14 +210,14 @@ def retain_grad(name: str, func: Any, args: Arguments, kwargs: Settings) -> None
 def register_post_accumulate_grad_hook(
     name: str, func: Any, args: Arguments, kwargs: Settings
 ) -> Any:
-    """The hook sees the spread tensor, whose gradient is there."""
+    """Register a hook that gets the spread tensor, with its gradient."""
     x, hook = args
     return x._part.register_post_accumulate_grad_hook(lambda part: hook(x))
 
 
 @rule("backward")
 def backward(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
-    """That of `Tensor.backward` and of `torch.autograd.backward`, on the parts."""
+    """`Tensor.backward` and `torch.autograd.backward` on the parts."""
     settings = dict(zip(_BACKWARD[func is torch.autograd.backward], args[1:], strict=False))
     settings |= kwargs
     single = isinstance(args[0], torch.Tensor)
@@ -242,7 +242,7 @@ _BACKWARD = (
 
 @rule("grad")
 def derive(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """`torch.autograd.grad` on the parts; gradients lie as their tensors do."""
+    """`torch.autograd.grad` on the parts; gradients have the layouts of their tensors."""
     settings = dict(zip(_GRAD, args, strict=False)) | kwargs
     outputs, inputs = _listed(settings.pop("outputs")), _listed(settings.pop("inputs"))
     given = settings.pop("grad_outputs", None)
@@ -272,7 +272,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _derived(value: Any) -> Any:
-    """What stands in autograd's graph for a tensor whose gradient is asked for."""
+    """The tensor of autograd's graph that represents one whose gradient is computed."""
     if isinstance(value, Tensor) and "_was_cut" in value.__dict__:
         raise ValueError(
             f"the gradient of this tensor of shape {tuple(value._layout.shape)} is unknown: slices "
@@ -288,19 +288,19 @@ def _raw(value: Any) -> Any:
 
 
 def _loss(value: Any) -> Any:
-    """What stands in autograd's graph for a tensor that is derived, with all of its history."""
-    # Also where nothing is recorded: a checkpoint derives in a backward pass.
+    """The tensor of autograd's graph that represents one that is differentiated."""
+    # Also where nothing is recorded: checkpoints differentiate in a backward pass.
     with torch.enable_grad():
         return open_plain(value) if type(value) is torch.Tensor else _raw(value)
 
 
 def _seed(output: Any, grad: Any) -> torch.Tensor | None:
-    """The gradient of an output, in its layout; a number of which all workers have one."""
+    """The gradient of an output, in its layout; None for a scalar that all workers have."""
     if not isinstance(output, Tensor):
         return grad.full() if isinstance(grad, Tensor) else grad
     if grad is not None:
         return part_like(grad, output._layout)
-    if output._layout.is_outside:  # with nothing to derive, but in the passes of the others
+    if output._layout.is_outside:  # no values here, but a part in the other workers' exchanges
         return torch.zeros_like(open_part(output))
     if output._layout.shape and output.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -309,7 +309,7 @@ def _seed(output: Any, grad: Any) -> torch.Tensor | None:
 
 
 def check_values(x: Tensor, what: str) -> None:
-    """Raise unless every worker has all values."""
+    """Raise unless this worker has all values."""
     if x._layout.is_outside:
         raise absent(what, x._layout)
     if not x._layout.is_whole:
@@ -324,7 +324,7 @@ def check_values(x: Tensor, what: str) -> None:
     *("__complex__", "__array_wrap__", "is_nonzero"),
 )
 def value(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values of what every worker has whole."""
+    """Values of a tensor that every worker has whole."""
     for each in args[:2]:
         if isinstance(each, Tensor):
             check_values(each, name.strip("_"))
@@ -333,7 +333,7 @@ def value(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("equal", "allclose")
 def alike(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
-    """One answer for all workers, who add up what they find in their parts."""
+    """The same answer on all workers, reduced over their parts."""
     named = [kwargs[key] for key in ("input", "other") if key in kwargs]
     x, y, *bounds = (*args, *named) if len(args) < 2 else args
     rest = {key: each for key, each in kwargs.items() if key not in ("input", "other")}
@@ -347,13 +347,13 @@ def alike(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
 
 @rule("__contains__")
 def contains(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
-    """Whether any worker has a value that is equal."""
+    """Whether any worker has an equal value."""
     return bool((args[0] == args[1]).any())
 
 
 @rule("__format__")
 def formatted(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
-    """Of a tensor without dimensions the number, as torch has it; nothing is sent."""
+    """The formatted number of a 0-d tensor, as in torch, else its repr; nothing is sent."""
     x, form = args
     layout = x._layout
     is_here = layout.is_whole and not layout.is_outside
@@ -365,7 +365,7 @@ def formatted(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
 def shown(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
     """The global shape, the layout, and this worker's values; nothing is sent."""
     x = args[0]
-    if "_unfinished" in x.__dict__:  # workers that show nothing would not help to finish it
+    if "_unfinished" in x.__dict__:  # to finish it takes all workers, and others may not print it
         return f"tessel.Tensor(shape={tuple(x._layout.shape)}, {x._layout}, not computed yet)"
     layout, part = x._layout, x._part
     if layout.is_whole and not layout.is_outside:
@@ -389,7 +389,7 @@ def iterate(name: str, func: Any, args: Arguments, kwargs: Settings) -> Iterator
 
 @rule("as_subclass", "__dlpack__", "data_ptr", "untyped_storage", "storage", "share_memory_")
 def refused(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What would take a part for the whole."""
+    """Raise for functions that would mistake the part for the whole."""
     raise ValueError(
         f"`{name}` of a spread tensor would take this worker's part for the whole; write x.local "
         f"for the part, or x.full() for the whole"

@@ -1,10 +1,11 @@
-"""Autocast: operands of functions that torch computes in single precision, or in the widest dtype.
+"""Autocast: operands of functions that torch computes in float32, or in the widest dtype.
 
-They are cast as torch does it, before a rule moves or combines anything, and autocast is off while
-it does. Otherwise torch would cast parts where a worker has values, and not where it has none; and
-the functions that a rule consists of are other ones, which are cast in other ways.
+They are cast as torch casts them, before a rule moves or combines anything, and autocast is off
+while it does. Otherwise torch would cast parts only where a worker has values; and a rule consists
+of other functions, which are cast in other ways.
 
-What torch computes in a shorter dtype, as products, is cast by its rule (`table.as_autocast`).
+Functions that torch computes in a shorter dtype, such as products, are cast by their rules
+(`table.as_autocast`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from tessel.tensor.table import Arguments, Settings, mapped, named, tensors
 
-# Of the operators that autocast knows, those that it computes in its own dtype,
+# operators that autocast computes in its own dtype
 _SHORTER = frozenset(
     (
         *("_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose"),
@@ -31,16 +32,16 @@ _SHORTER = frozenset(
         *("rnn_relu_cell", "rnn_tanh_cell"),
     )
 )
-# and in the widest dtype of their operands. All others it computes in single precision.
+# operators that it computes in the widest dtype of their operands; all others in float32
 _WIDEST = frozenset(
     (
         *("addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "index_copy", "stack"),
         *("index_put", "scatter_add", "tensordot", "vdot"),
     )
 )
-_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}  # of torch's dispatcher
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}  # keys of torch's dispatcher
 
-# functions whose operator has another name
+# functions whose operators have other names
 _OPERATORS: dict[str, str | Callable[..., str]] = {
     "grid_sample": "grid_sampler",
     "softmin": "softmax",
@@ -53,14 +54,14 @@ _OPERATORS: dict[str, str | Callable[..., str]] = {
     "max_unpool1d": "max_unpool2d",
     "adaptive_max_pool3d_with_indices": "adaptive_max_pool3d",
     **{f"fractional_max_pool{dim}d_with_indices": f"fractional_max_pool{dim}d" for dim in (2, 3)},
-    # other operators where they have weights: their rule finds the dtype
+    # they call other operators if they have weights: their rule determines the dtype
     **dict.fromkeys(("l1_loss", "mse_loss"), ""),
     **{f"fft_{name}": "fft_fftn" for name in ("hfft2", "hfftn", "ihfft2", "ihfftn")},
 }
 
 
 def _of_arguments(function: Callable[..., str]) -> Callable[..., str]:
-    """Let this find the operator of the function with its name, which arguments decide about."""
+    """Enter a function that finds the operator of torch's function of its name by arguments."""
     _OPERATORS[function.__name__] = function
     return function
 
@@ -91,11 +92,11 @@ def local_response_norm(args: Arguments, kwargs: Settings) -> str:
 
 @cache
 def _known(device: str) -> frozenset[str]:
-    """The operators that autocast does not compute in its own dtype on a type of device."""
+    """The operators that autocast casts to float32, or to the widest dtype, on a type of device."""
     key = _KEYS.get(device)
     found = torch._C._dispatch_get_registrations_for_dispatch_key(key) if key else ()
     names = {each.removeprefix("aten::").partition(".")[0] for each in found}
-    # torch multiplies its operands element by element, which autocast has nothing to do with
+    # torch multiplies the operands of bilinear elementwise, which autocast does not touch
     return frozenset(names - _SHORTER | {"bilinear"})
 
 
@@ -106,7 +107,7 @@ def may_be_cast(name: str) -> bool:
 
 
 def device_of_cast(name: str, args: Arguments, kwargs: Settings) -> str:
-    """The type of device on which autocast would cast the operands of a call; or nothing."""
+    """The type of device on which autocast would cast the operands of a call; "" if none."""
     device = next(tensors(args, kwargs)).device.type
     if not torch.is_autocast_enabled(device) or kwargs.get("out") is not None:
         return ""
@@ -119,7 +120,7 @@ def _operator(name: str, args: Arguments, kwargs: Settings) -> str:
 
 
 def cast(name: str, device: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
-    """The arguments of a call as torch would cast them; what is longer than single stays."""
+    """The arguments of a call as torch would cast them; float64 stays."""
     dtype = torch.float32
     if _operator(name, args, kwargs) in _WIDEST:
         dtypes = [each.dtype for each in tensors(args, kwargs) if _is_castable(each, device)]

@@ -1,9 +1,9 @@
 """Batch norm of a split tensor by torch's own kernels.
 
-The rule composes it of functions that torch derives: some twenty of them on tensors of one number a
-channel, and their gradients, which take longer than the norm itself where a kernel takes longer to
-launch than to run. This is the same map in few kernels, with its gradient written out; what is
-derived again is the composition.
+The rule composes it of differentiable torch functions: some twenty of them on tensors with a number
+for each channel, and their gradients, which take longer than the norm itself where launching a
+kernel takes longer than running it. This is the same map in few kernels, with its gradient written
+out; the gradient is differentiated again by way of the composition.
 
 With N values in all, x̂ = (x − m) / s and s = √(v + ε):
 
@@ -34,14 +34,15 @@ _KINDS = (torch.float32, torch.float64)
 
 @dataclass(eq=False)  # made in each call, and a frozen one is slower to make
 class KernelNorm:
-    """A norm of a split tensor by kernels: (x, w, b) to y, and to what its gradient needs.
+    """A norm of a split tensor by kernels: (x, w, b) to y and the statistics for its gradient.
 
     Args:
-        gather: two moments of this worker's part to those of all places.
+        gather: brings the two moments of all places together.
         total: the sum of two statistics over all workers.
-        counts: how many values of a channel lie at each place.
-        eps: what is added to the variance.
-        composed: the same of functions that torch derives; it leaves running statistics alone.
+        counts: how many values of a channel each place has.
+        eps: a number that is added to the variance.
+        composed: the same norm of differentiable torch functions; it does not update running
+            statistics.
     """
 
     gather: Move
@@ -59,11 +60,11 @@ class KernelNorm:
 
 @dataclass(eq=False)  # made in each call, and a frozen one is slower to make
 class BatchNorm(KernelNorm):
-    """To y, and to the mean and the variance (1/s on a GPU).
+    """Batch norm: to y, the mean and the variance (1/s on a GPU).
 
     Args:
-        running: the running mean and variance, which are changed, or None.
-        momentum: how much the new ones count.
+        running: the running mean and variance, which are updated, or None.
+        momentum: the weight of the new ones.
     """
 
     running: RunningMoments
@@ -75,13 +76,13 @@ class BatchNorm(KernelNorm):
         given = self._cuda_normalized if x.is_cuda else self._normalized
         if not torch.is_autocast_enabled(x.device.type):
             return given(x, weight, bias)
-        with torch.autocast(x.device.type, enabled=False):  # statistics are not to be rounded
+        with torch.autocast(x.device.type, enabled=False):  # statistics must not be rounded
             return given(x, weight, bias)
 
     def vjp(
         self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
     ) -> Tensors:
-        """The gradients of x, w and b; those of the composition if they are derived again."""
+        """The gradients of x, w and b; by the composition if they are differentiated again."""
         (grad, *_), (x, weight, _) = grads, xs
         assert x is not None
         if grad is None:
@@ -93,10 +94,10 @@ class BatchNorm(KernelNorm):
         return [each if need else None for each, need in zip(found, needs, strict=True)]
 
     def _gathered(self, *moments: Tensor) -> Tensor:
-        """Those of all places, each of which has two rows."""
+        """The moments of all places, two rows for each."""
         return self.gather.apply(torch.stack(moments).reshape(self.gather.domain.local_shape))
 
-    # On a processor kernels take means and variances.
+    # On a CPU, kernels take means and variances.
 
     def _normalized(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -129,11 +130,11 @@ class BatchNorm(KernelNorm):
         affine = both * (scale / -sum(self.counts))
         return gradient_of(grad, x, mean, variance, self.eps, scale, affine), of_weight, of_bias
 
-    # On a GPU kernels for several workers take the reciprocal of s.
+    # On a GPU, kernels for several workers take the reciprocal of s.
 
     @property
     def group_of_places(self) -> Group | None:
-        """The group if each worker of it is a place: NCCL has a collective for this."""
+        """The group if each of its workers is a place: NCCL has a collective for this."""
         group, places = self.gather.group, self.gather.domain.partition.ranks
         return group if len(self.counts) == len(places) and places == group.workers else None
 
@@ -150,7 +151,7 @@ class BatchNorm(KernelNorm):
         else:
             means, scales = self._gathered(mean, scale).unbind(1)
         there = self.counts
-        if 0 in there:  # of no values torch's kernel makes no number
+        if 0 in there:  # for no values torch's kernel computes NaN
             places = [place for place, count in enumerate(there) if count]
             there = tuple(there[place] for place in places)
             means, scales = (torch.stack([of[k] for k in places]) for of in (means, scales))
@@ -190,7 +191,7 @@ class BatchNorm(KernelNorm):
         self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Σ g, Σ g (x − m) and Σ g x̂ of all workers."""
-        # the kernel gives the gradient of a weight with the sums; without one nobody asks for it
+        # the kernel computes the gradient of a weight with the sums, if there is one
         if x.numel():
             of_bias, centred, of_weight, _ = torch.batch_norm_backward_reduce(
                 grad, x, mean, scale, weight, True, weight is not None, False
@@ -211,7 +212,7 @@ def derived(
     needs: Sequence[bool],
     xs: Sequence[Tensor | None],
 ) -> Sequence[Tensor | None]:
-    """The gradients of the composition, which can be derived again."""
+    """The gradients of the composition, which can be differentiated again."""
     wanted = [x for x, need in zip(xs, needs, strict=True) if need and x is not None]
     found: Any = torch.autograd.grad(
         composed(*xs), wanted, grad, create_graph=True, materialize_grads=True
@@ -226,8 +227,8 @@ def gradient_sums(
     """Σ g x̂ and Σ g over all dimensions but the second, of this worker's part."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    # Without the gradient of x, and so without room for it: torch's kernel for that takes three
-    # times as long as what `gradient_of` does.
+    # Without the gradient of x, and so without memory for it: torch's kernel for that takes three
+    # times as long as `gradient_of`.
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
     )
@@ -243,7 +244,7 @@ def gradient_of(
     scale: Tensor,
     affine: Tensor,
 ) -> Tensor:
-    """c g + a x̂ + b, with numbers c and (a, b) for every index of the second dimension."""
+    """c g + a x̂ + b, with the numbers c, a and b of each index of the second dimension."""
     if not x.numel():
         return torch.zeros_like(x)
     factor, term = affine.unbind()
@@ -259,18 +260,18 @@ def _scaled(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """w (x − m) / √(v + ε) + b: F.batch_norm of plain tensors, without what it asks before."""
+    """w (x − m) / √(v + ε) + b: F.batch_norm of plain tensors, without its checks."""
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, x.is_cuda)
 
 
 def can_use_kernels(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether torch's kernels take these, and no more than reverse mode is asked for."""
+    """Whether torch's kernels support these tensors, and only reverse mode is needed."""
     if outlining.get() or in_transform() or is_compiling():
         return False
     if x.device.type not in ("cpu", "cuda"):
         return False
     kinds = {each.dtype for each in others if each is not None}
-    if x.is_cuda:  # which compute short numbers in float32
+    if x.is_cuda:  # its kernels compute half precision in float32
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         return kinds <= {wide}
     return x.dtype in _KINDS and kinds <= {x.dtype}

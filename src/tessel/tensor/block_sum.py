@@ -1,11 +1,12 @@
 """Sums over blocks of columns, block after block: no worker has more than one at a time.
 
-A row of workers computes Σ_j f(x, k_j), where x is what a worker has for its own rows (queries) and
-k_j is the j-th block of columns (keys), which comes from the worker that has it while the block
-before is computed. Outputs with columns go back the way that inputs came, by the adjoint movements.
+A row of workers computes Σ_j f(x, k_j), where x is a worker's operand for its own rows (queries)
+and k_j is the j-th block of columns (keys), which is sent by the worker that has it while the
+previous block is computed. Outputs with columns return the way that inputs came, by the adjoint
+movements.
 
-Such a sum keeps nothing but its inputs. Its derivative is a sum over blocks, too, of derivatives of
-f, which torch finds when a block is there: so derivatives of every order need one block at a time.
+Such a sum keeps nothing but its inputs. Its derivative is also a sum over blocks, of derivatives of
+f, which torch computes when a block arrives: derivatives of every order need one block at a time.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Tile:
     """Some rows and a block of columns.
 
     Attributes:
-        start: the first of the rows in this worker's tensors.
-        rows: which rows they are of the whole.
-        offset: the first of the columns in the block that is here.
-        columns: which columns they are of the whole.
+        start: the first of the rows, counted in this worker's tensors.
+        rows: the rows, counted in the whole.
+        offset: the first of the columns, counted in the current block.
+        columns: the columns, counted in the whole.
     """
 
     start: int
@@ -51,14 +52,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """Which rows and columns each worker combines, and when.
+    """The rows and columns that each worker combines in each step.
 
     Args:
         partition: the workers.
-        axes: along which workers have rows of their own.
+        axes: the axes along which workers have rows of their own.
         rows: for each place along these axes, the intervals of rows, one after the other.
-        columns: the blocks of columns; if they travel, one for each place.
-        is_causal: whether a row sees only columns that are not behind it.
+        columns: the blocks of columns; if they are sent, one for each place.
+        is_causal: whether a row sees only columns up to its own index.
     """
 
     partition: Partition
@@ -80,16 +81,16 @@ class BlockSchedule:
         return boxes.ravel([index[axis] for axis in self.axes], sizes)
 
     def block(self, place: int, step: int) -> Interval:
-        """The columns that the worker at a place has in a step: first its own, then the next's."""
+        """The columns of the worker at a place in a step: first its own, then those of the next."""
         return self.columns[(place + step) % len(self.columns)]
 
     def tiles(self, place: int, step: int) -> list[Tile]:
-        """What the worker at a place combines in a step: nothing where it sees nothing."""
+        """The tiles of the worker at a place in a step, without those that it does not see."""
         found, start = [], 0
         (first, stop) = self.block(place, step)
         for row, bottom in self.rows[place]:
             top, columns = row, [(first, stop)]
-            if self.is_causal:  # rows that see any of the columns: before the diagonal, beside it
+            if self.is_causal:  # rows that see any columns: a tile left of the diagonal, one on it
                 top = max(row, first)
                 columns = [(first, min(top, stop)), (top, min(bottom, stop))]
             for left, right in columns:
@@ -102,12 +103,12 @@ class BlockSchedule:
 
 @dataclass(frozen=True)
 class Operand:
-    """How a tensor of a sum lies.
+    """The layout of an input or output of a sum.
 
     Attributes:
-        rows: whether its last but one dimension has this worker's rows.
+        rows: whether its second to last dimension has this worker's rows.
         columns: its dimension of columns, from the end, or None.
-        layout: where its columns lie if they travel. Axes that split nothing are shared there:
+        layout: the layout of its columns if they are sent. Axes that split nothing are shared:
             workers along them do not exchange anything.
     """
 
@@ -116,7 +117,7 @@ class Operand:
     layout: Layout | None = None
 
     def piece(self, x: Tensor, tile: Tile) -> Tensor:
-        """What belongs to a tile; travelling columns are those of a block."""
+        """The piece of a tensor that belongs to a tile; if columns are sent, `x` has one block."""
         if self.columns is not None:
             start = tile.columns[0] if self.layout is None else tile.offset
             x = x.narrow(self.columns, start, tile.columns[1] - tile.columns[0])
@@ -124,7 +125,7 @@ class Operand:
 
     @kept_in_job
     def fetch(self, schedule: BlockSchedule, step: int) -> Move:
-        """The movement that brings everybody the columns of a step that it sees."""
+        """The movement that brings each worker the columns of a step, if it sees any of them."""
         assert self.layout is not None and self.columns is not None
         intervals = tuple(
             schedule.block(place, step) if schedule.tiles(place, step) else (0, 0)
@@ -135,7 +136,7 @@ class Operand:
 
 
 def pieces_of(held: Sequence[Tensor | None], operands: Sequence[Operand], tile: Tile) -> list[Any]:
-    """What belongs to a tile, of all operands that are there."""
+    """The pieces of all operands that belong to a tile; None for operands that are None."""
     both = zip(held, operands, strict=True)
     return [None if x is None else each.piece(x, tile) for x, each in both]
 
@@ -143,9 +144,9 @@ def pieces_of(held: Sequence[Tensor | None], operands: Sequence[Operand], tile: 
 def visits(
     schedule: BlockSchedule, inputs: Sequence[Operand], xs: Sequence[Tensor | None]
 ) -> Iterator[tuple[int, list[Tensor | None], list[Tile]]]:
-    """All steps: its number, the inputs with the columns that are here, and the tiles to combine.
+    """All steps: the number, the inputs with the current columns, and the tiles to combine.
 
-    What comes for a step is sent before the step before it is computed.
+    The columns of a step are sent before the previous step is computed.
     """
     moving = [k for k, each in enumerate(inputs) if each.layout is not None and xs[k] is not None]
     coming: dict[int, Callable[[], Tensor]] = {}
@@ -158,7 +159,7 @@ def visits(
             assert x is not None
             coming[k] = inputs[k].fetch(schedule, step + 1).start(x)
         yield step, held, schedule.tiles(schedule.place, step)
-        held.clear()  # before there is room for the block after the next
+        held.clear()  # before memory is allocated for the block after the next
 
 
 ROWS = Operand(rows=True)  # a row of numbers for each query
@@ -166,14 +167,14 @@ ROWS = Operand(rows=True)  # a row of numbers for each query
 
 @dataclass(frozen=True)
 class BlockSum:
-    """Σ_j f(x, k_j), and for outputs with columns what all workers add to them.
+    """Σ_j f(x, k_j), and for outputs with columns the sum of the terms of all workers.
 
     Args:
-        schedule: rows and blocks.
-        term: f, of the pieces of all inputs that belong to a tile, in plain torch; it gives the
+        schedule: the rows and blocks.
+        term: f, in plain torch, of the pieces of all inputs that belong to a tile; it returns the
             pieces of the outputs.
-        inputs: how they lie.
-        outputs: the same.
+        inputs: the layouts of the inputs.
+        outputs: the layouts of the outputs.
         like: for each output, the input that has its shape and dtype.
     """
 
@@ -195,9 +196,9 @@ class BlockSum:
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         xs = tuple(None if x is None else x.detach() for x in xs)
         totals = [_zeros(xs[k]) for k in self.like]
-        waits: list[Callable[[], None]] = []  # for outputs of the step before, on their way back
+        waits: list[Callable[[], None]] = []  # for outputs of the previous step, on their way back
         for step, held, tiles in visits(self.schedule, self.inputs, xs):
-            # outputs whose columns are another's go back to it
+            # outputs with columns of another worker are returned to it
             back = [each.layout is not None and step > 0 for each in self.outputs]
             own = [None if goes else total for total, goes in zip(totals, back, strict=True)]
             found = self._summed(held, tiles, own)
@@ -215,9 +216,9 @@ class BlockSum:
     def _summed(
         self, held: Sequence[Tensor | None], tiles: Sequence[Tile], own: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """What the tiles of a step add up to, in the tensors that are given for some outputs.
+        """The sums over the tiles of a step, in the tensors that are given for some outputs.
 
-        Another output is the term itself, if there is one tile and it has all rows and columns.
+        Another output is the term itself, if there is a single tile with all rows and columns.
         """
         found = list(own)
         for tile in tiles:
@@ -225,7 +226,7 @@ class BlockSum:
             terms: list[Tensor | None] = list(self.term(tile, *pieces))
             for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True)):
                 piece, like, total = terms[n], held[k], found[n]
-                terms[n] = None  # no term is kept longer than it is needed
+                terms[n] = None  # free each term as soon as possible
                 assert piece is not None and like is not None
                 if total is None and len(tiles) == 1 and piece.shape == like.shape:
                     found[n] = widened(piece)
@@ -238,7 +239,7 @@ class BlockSum:
     def vjp(
         self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
-        """A sum over the same blocks, of what torch derives from a term."""
+        """A sum over the same blocks, of torch's derivatives of a term."""
         grads = [
             torch.zeros_like(y) if grad is None else grad for grad, y in zip_longest(grads, ys)
         ]
@@ -257,11 +258,11 @@ class BlockSum:
 
 
 def derived(term: BlockTerm, count: int, wanted: tuple[int, ...]) -> BlockTerm:
-    """The gradients of a term by some of its inputs, of these and the gradients of its outputs."""
+    """The gradients of a term by some inputs: a function of inputs and of gradients of outputs."""
 
     def derivative(tile: Tile, *pieces: Tensor | None) -> Sequence[Tensor]:
         given, grads = list(pieces[:count]), pieces[count:]
-        # a derivative of this one has made its pieces need gradients
+        # pieces require gradients if this function is differentiated itself
         again = any(x is not None and x.requires_grad for x in pieces)
         with torch.enable_grad():
             for k in wanted:
@@ -287,6 +288,6 @@ def _dtype(x: Tensor | None) -> torch.dtype:
 
 
 def _zeros(x: Tensor | None) -> Tensor:
-    """Where sums of this shape begin, of short numbers in float32."""
+    """Zeros of this shape to which terms are added, for half precision in float32."""
     assert x is not None
     return torch.zeros_like(widened(x), memory_format=torch.contiguous_format)

@@ -1,10 +1,10 @@
-"""Attention block by block: exact, and never more scores than a worker's queries × one block.
+"""Attention block by block: exact, and with no more scores than a worker's queries × one block.
 
 Forward:  a pass over the blocks of keys keeps, for each query, the largest score so far and the sum
 of exponentials and the values relative to it.    Gradient:  one more pass. With the logarithm L of
 the sum known, weights are P = exp(S - L), and the gradient of ⟨g, O⟩ is that of the sum over blocks
-of P ∘ (g Vᵀ - δ) with δ = ⟨g, O⟩ of each query: δ is what L changes. Torch derives that, so scores,
-masks and dropout are written once (`BlockSum`).
+of P ∘ (g Vᵀ - δ) with δ = ⟨g, O⟩ of each query, which accounts for the change of L. Torch
+differentiates this, so scores, masks and dropout are written once (`BlockSum`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tessel.transport import Group
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which weights fall: each by its place among the weights of the whole.
+    """Dropout of weights, each by its place among the weights of the whole.
 
     Args:
-        p: the probability.
-        seed: that all workers have.
-        shape: of the weights, (batch …, queries, keys).
-        box: this worker's, of the dimensions before the last two.
+        p: the probability of a zero.
+        seed: a number that all workers have.
+        shape: the shape of the weights, (batch …, queries, keys).
+        box: this worker's box of the dimensions before the last two.
     """
 
     p: float
@@ -53,7 +53,7 @@ class Dropout:
     box: Box
 
     def factors(self, tile: Tile, like: Tensor) -> Tensor:
-        """Zero, or what keeps the mean."""
+        """Zeros, and elsewhere the factor that keeps the mean."""
         box = (*self.box, tile.rows, tile.columns)
         kept = uniform_in(self.seed, self.shape, box, like.device) >= self.p
         return kept.to(like.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
@@ -61,13 +61,13 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores come from queries and keys.
+    """The scores of queries and keys.
 
     Args:
-        scale: of the products.
-        is_causal: whether a query sees only keys that are not behind it.
-        heads: for each head of the queries, that of the keys, if there are fewer.
-        dropout: of the weights.
+        scale: the factor of the products.
+        is_causal: whether a query sees only keys up to its own index.
+        heads: for each head of the queries its head of the keys, if these have fewer.
+        dropout: the dropout of the weights.
     """
 
     scale: float
@@ -76,7 +76,7 @@ class Scores:
     dropout: Dropout | None = None
 
     def __call__(self, tile: Tile, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Those of a tile; what a query does not see is -inf."""
+        """The scores of a tile; -inf where a query does not see a key."""
         found = (widened(q) * self.scale) @ widened(self.of_heads(k)).mT
         if mask is not None and mask.dtype == torch.bool:
             found = found.masked_fill(~mask, -math.inf)
@@ -102,7 +102,7 @@ class Scores:
         return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)
 
     def dropped(self, tile: Tile, weights: Tensor) -> Tensor:
-        """Weights, or what stands in their place, with dropout."""
+        """Weights, or a tensor in their place, with dropout."""
         drop = self.dropout
         return weights if drop is None else weights * drop.factors(tile, weights)
 
@@ -111,12 +111,12 @@ class Scores:
 class BlockwiseAttention:
     """(q, k, v, mask) to the attention, and the logarithm of the sum of exponentials of each query.
 
-    A query that sees nothing has zeros, as torch's has.
+    The result of a query that sees nothing is zero, as in torch.
 
     Args:
-        schedule: rows are queries, columns are keys.
-        scores: how they come about.
-        operands: how q, k, v and the mask lie.
+        schedule: its rows are queries, its columns are keys.
+        scores: the function that computes scores.
+        operands: the layouts of q, k, v and the mask.
         batch: the dimensions before the last two of the result.
     """
 
@@ -143,15 +143,15 @@ class BlockwiseAttention:
         for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
-                # no name for what it gives, which would be kept while the next tile is computed
+                # without a name for the result, which would live while the next tile is computed
                 self._merge(old, out, *self._attended(tile, *pieces_of(held, self.operands, tile)))
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
 
     @staticmethod
     def _merge(old: Tensor, out: Tensor, more: Tensor, sums: Tensor) -> None:
-        """Put the attention to more keys into that to the ones before, with its logarithms."""
+        """Merge the attention to more keys, with its logarithms, into that to earlier ones."""
         new = torch.logaddexp(old, sums)
-        # where nothing is seen yet both are -inf, and their difference is no number
+        # where nothing is seen yet both are -inf, and their difference is NaN
         base = new.masked_fill(new == -math.inf, 0)
         out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
         old.copy_(new)
@@ -171,7 +171,7 @@ class BlockwiseAttention:
     def _kernel(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> FlashKernel | None:
-        """Torch's kernel for a tile, if it has one."""
+        """Torch's kernel for a tile, if it supports it."""
         if self.scores.dropout is not None or not FlashKernel.takes(q, v):
             return None
         k, v = self.scores.of_heads(k), self.scores.of_heads(v)
@@ -187,7 +187,7 @@ class BlockwiseAttention:
         (grad, of_logarithm), (out, logarithm) = grads, ys
         grad = torch.zeros_like(out) if grad is None else grad
         delta = (widened(grad) * widened(out)).sum(-1, keepdim=True)
-        if of_logarithm is not None:  # in the derivative of a derivative
+        if of_logarithm is not None:  # in derivatives of higher order
             delta = delta - of_logarithm
         operands = (*self.operands, ROWS, ROWS, ROWS)
         given = (*xs, grad, logarithm, delta)
@@ -196,7 +196,7 @@ class BlockwiseAttention:
             shares = BlockSum(self.schedule, self._shares, operands, (ROWS,))
             return shares.vjp([ones], (*needs, *[False] * 3), given)[:4]
         wanted = tuple(k for k, need in enumerate(needs) if need)
-        # torch's kernel gives no gradient of a mask, and none for that of the logarithm
+        # torch's kernel computes no gradient of a mask, and takes none of the logarithm
         may_use_kernel = of_logarithm is None and 3 not in wanted
         derive = derived(self._shares, 7, wanted)
 
@@ -216,7 +216,7 @@ class BlockwiseAttention:
         return found
 
     def _shares(self, tile: Tile, *pieces: Tensor | None) -> tuple[Tensor]:
-        """Of each query, the share of a tile in what the gradient is that of."""
+        """The term of a tile for each query in the sum whose gradient is computed."""
         q, k, v, mask, grad, logarithm, delta = pieces
         assert q is not None and k is not None and v is not None and grad is not None
         assert logarithm is not None and delta is not None
@@ -226,13 +226,13 @@ class BlockwiseAttention:
 
 
 class FlashKernel:
-    """Torch's own attention of a tile on a CPU, which never has more scores than fit into a cache.
+    """Torch's own attention of a tile on a CPU, which holds only as many scores as fit in a cache.
 
     Args:
-        q, k, v: (batch, heads, rows, features), alike but for the number of rows.
-        mask: of truth values, or what is added to scores, or None.
+        q, k, v: (batch, heads, rows, features), with equal lengths except for the number of rows.
+        mask: booleans, or numbers that are added to scores, or None.
         is_diagonal: whether row i sees columns up to i.
-        scale: of the products.
+        scale: the factor of the products.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class FlashKernel:
 
     @staticmethod
     def takes(q: Tensor, v: Tensor) -> bool:
-        """Whether it is there for such tensors."""
+        """Whether the kernel supports such tensors."""
         kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         is_plain = q.dim() == 4 and q.shape[-1] == v.shape[-1] > 0 and q.dtype in kinds
         return is_plain and q.numel() > 0 and q.device.type == "cpu"
@@ -259,14 +259,14 @@ class FlashKernel:
             self.q, self.k, self.v, 0.0, self.is_diagonal, attn_mask=self.mask, scale=self.scale
         )
         logarithm = logarithm.unsqueeze(-1)
-        if self.mask is not None:  # the kernel says 0 for rows that see nothing
+        if self.mask is not None:  # the kernel returns 0 for rows that see nothing
             hidden = (self.mask == -math.inf).all(-1, keepdim=True)
             logarithm = logarithm.masked_fill(hidden, -math.inf)
         return widened(found), logarithm
 
     def gradients(self, grad: Tensor, out: Tensor, logarithm: Tensor) -> Sequence[Tensor]:
-        """Of q, k and v, in a sum over tiles of which the result and the logarithm are known."""
-        # in the memory order in which the kernel gives logarithms
+        """The gradients of q, k, v, by the result and the logarithm of the sum over all tiles."""
+        # in the memory order in which the kernel returns logarithms
         sums = logarithm.squeeze(-1).transpose(1, 2).contiguous().transpose(1, 2)
         found: Sequence[Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -280,9 +280,9 @@ class FlashKernel:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """With the features of a row behind one another, where the kernel reads them unasked.
+    """A tensor with contiguous features in each row, as the kernel assumes without a check.
 
-    It reads rows, masks and gradients at any strides; torch's own function does not call it for
+    It supports any strides of rows, masks and gradients; torch's own function does not call it for
     other tensors.
     """
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""The call of a torch function on spread tensors: its rule is found, and followed."""
+"""Calls of torch functions on spread tensors: the rule of the function is found and followed."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if torch._C._are_functorch_transforms_active() and any(
         is_spread(each) and not isinstance(each, Tensor) for each in tensors(args, kwargs)
     ):
-        # Beside one that a transform of torch.func has wrapped, and that is no plain tensor: torch
-        # takes it out, and asks `below`, as it does where there is no other.
+        # An operand is spread inside of wrappers of a torch.func transform. Torch unwraps it and
+        # calls `below`, as it does if all operands are wrapped.
         args, kwargs = mapped(_constant, args), mapped(_constant, kwargs)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -94,7 +94,7 @@ def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """A spread tensor that a transform does not derive by, without wrappers around its part."""
+    """A spread tensor by which a transform does not differentiate, with its part unwrapped."""
     if not isinstance(value, Tensor):
         return value
     part = value._part
@@ -111,17 +111,17 @@ def _constant(value: Any) -> Any:
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function; of a property, with `get`, `set` or `delete` before it.
+    """The name of a torch function; for a property with `get`, `set` or `delete` before it.
 
-    Scripted code has names of its users' choice, which may be those of torch's functions.
+    Scripted code has names that its users chose, which may be those of torch's functions.
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
-    if isinstance(func, OpOverload | OpOverloadPacket) and "c10d" in str(func):  # functional ones
+    if isinstance(func, OpOverload | OpOverloadPacket) and "c10d" in str(func):  # functional too
         return f"collective {func.__name__}"
     if isinstance(func, OpOverload):
         return f"operator {func.name()}"
-    if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
+    if getattr(func, "__module__", None) == "torch.nn.init":  # some have names of methods
         return f"init {func.__name__}"
     if getattr(func, "__module__", "").startswith("torch.distributed."):  # gather, scatter, …
         return f"collective {func.__name__}"
@@ -134,7 +134,7 @@ _SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 
 def rule_of(name: str) -> Rule:
-    """What is done with a function of this name."""
+    """The rule or handler of a function of this name."""
     if name.startswith("scripted "):
         return scripted
     if name.startswith("operator "):
@@ -156,7 +156,7 @@ def rule_of(name: str) -> Rule:
 
 
 def follow_cast(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The rule of a function whose operands autocast may cast before."""
+    """Follow the rule of a function, after casting its operands as autocast would."""
     device = autocasting.device_of_cast(name, args, kwargs)
     if not device:
         return follow(name, func, args, kwargs)
@@ -166,7 +166,7 @@ def follow_cast(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Code that nobody can look into: of whole operands, with the same random numbers on all."""
+    """Call scripted code, which has no rule: on whole operands, with common random numbers."""
     args, kwargs = mapped(_summed, args), mapped(_summed, kwargs)
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(each.is_whole for each in layouts):
@@ -177,9 +177,9 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def collective(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A function of torch.distributed, which writes into its operands: only into whole ones.
+    """Call a function of torch.distributed, which writes into its operands: only into whole ones.
 
-    What it would write into the whole of a tensor in parts would be lost.
+    Its writes into the whole of a split tensor would be lost.
     """
     for each in spread_among(args, kwargs):
         attributes.check_values(each, f"torch.distributed's `{name.partition(' ')[2]}`")
@@ -187,10 +187,10 @@ def collective(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """An operator that is called by its own name, as in exported graphs: what its function does.
+    """Call an operator by its own name, as exported graphs do, like its function.
 
-    Functions and methods of torch that are written in C++ are made of the same schemas: with the
-    same arguments they are the same operators.
+    Torch's functions and methods in C++ are generated from the same schemas: with the same
+    arguments they are the same operators.
     """
     result = by_operator(func, args, kwargs)
     if result is not NotImplemented:
@@ -204,7 +204,7 @@ def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def by_operator(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What `tensor/aten.py` makes of an operator; NotImplemented if operands are to be gathered."""
+    """The result of an operator by `tensor/aten.py`; NotImplemented to gather operands instead."""
     known = OPERATORS.get(func.name())
     if known is None:
         return NotImplemented
@@ -217,9 +217,9 @@ def by_operator(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A pointwise function of tensors that lie alike, and numbers: what most calls are.
+    """Call a pointwise function of tensors in the same layout, and numbers, as most calls are.
 
-    This is `follow` with nothing to decide, in a few microseconds.
+    This is `follow` without its decisions, in a few microseconds.
     """
     layout = None
     operands = []
@@ -229,7 +229,7 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             if kind is Tensor:
                 if layout is None:
                     layout = each._layout
-                # a history between wrappers has to be opened first
+                # a history between wrappers must be opened first
                 if each._layout is not layout or each.grad_fn is not None:
                     break
                 operands.append(each._part)
@@ -243,7 +243,7 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                     part = func(*operands)
                     if type(part) is torch.Tensor:
                         return Tensor(part, layout)
-                # `inplace=True` of what is no copy: nothing else has to learn of the change
+                # `inplace=True` for a tensor that is no copy: no other tensor is affected
                 elif kwargs == _IN_PLACE and len(args) == 1 and not args[0]._originals:
                     if not (layout.is_outside or "_is_hooked" in args[0].__dict__):
                         func(*operands, inplace=True)
@@ -261,9 +261,9 @@ _NUMBERS = frozenset((float, int, bool, str, type(None)))
 
 
 def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The rule of a function; where there is none, what `tessel.fallback` says."""
+    """Follow the rule of a function; without one, do as `tessel.fallback` says."""
     if name in _SIZED and next(tensors(args[1:], kwargs), None) is not None:
-        # here, since a worker that is outside of the partition knows plain values, too
+        # here, since workers outside of the partition know plain values, too
         args, kwargs = (*args[:1], *mapped(_number, args[1:])), mapped(_number, kwargs)
     try:
         return _followed(name, func, args, kwargs)
@@ -276,23 +276,23 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return without_rule(name, func, args, kwargs, error)
     except _OutsideError:
         return outlined(follow, name, func, args, kwargs)
-    except (RuntimeError, AttributeError):  # of a nested operand, which has no shape for rules
+    except (RuntimeError, AttributeError):  # perhaps of a nested operand, which rules do not expect
         check_not_nested(name, args, kwargs)
         raise
 
 
 class _OutsideError(Exception):
-    """That this worker has no part of an operand."""
+    """This worker has no part of an operand."""
 
 
 def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What the rule of a function gives; UnsupportedError where there is none."""
+    """The result of a function by its rule; UnsupportedError if it has none."""
     return _followed(name_of(func), func, args, kwargs)
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if _need_change(args) or (kwargs and _need_change(kwargs.values())):
-        # a plain tensor that is written to is no operand
+        # a plain tensor that is only written to needs no preparation
         first = args[:1] if is_in_place(name) and type(args[0]) is torch.Tensor else ()
         args = (*first, *mapped(_prepared, args[len(first) :]))
         kwargs = mapped(_prepared, kwargs)
@@ -303,7 +303,7 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if kwargs:
             args, kwargs = in_order(name, func, args, kwargs)
         if kwargs and not kwargs.keys().isdisjoint(_RENAMED):
-            # torch's first names, and the input by its position: rules know no others
+            # by torch's main names, and the input by position: rules know no others
             kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
             args = (kwargs.pop("input"), *args) if "input" in kwargs else args
         if not args and (key := next((each for each in _FIRST if each in kwargs), None)):
@@ -331,7 +331,7 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not all(each.is_whole for each in layouts):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
-    if name in _RESHAPE_IN_PLACE:  # the part would, and the wrapper would not know
+    if name in _RESHAPE_IN_PLACE:  # the part would change its shape, but not the wrapper
         raise unsupported(name, "a spread tensor cannot change its shape in place", *layouts)
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
@@ -340,9 +340,9 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return shared(result, layouts[0].partition)
 
 
-# by which functions call what comes first, where that is not "input"
+# names of first arguments other than "input"
 _FIRST = ("query", "tensors", "condition", "input1", "x1", "anchor", "tensor")
-# whose sizes and shifts torch also takes from tensors without dimensions
+# functions that also take sizes and shifts as 0-d tensors
 _SIZED = frozenset(
     (
         *("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "roll"),
@@ -353,7 +353,7 @@ _RESHAPE_IN_PLACE = frozenset(("as_strided_", "resize_", "resize_as_", "set_", "
 
 
 def _number(value: Any) -> Any:
-    """A whole number that a tensor holds; anything else as it is."""
+    """The integer that a 0-d tensor holds; anything else as it is."""
     if not isinstance(value, torch.Tensor) or value.dim():
         return value
     is_other = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
@@ -361,10 +361,10 @@ def _number(value: Any) -> Any:
 
 
 def _written_back(name: str, args: Arguments, kwargs: Settings) -> Any:
-    """What a function gives whose rule changes nothing, put into its operand."""
+    """Follow the rule of a function out of place, and copy the result into its operand."""
     x = args[0]
     check_change(name, x, held_layouts(args, kwargs))
-    # of a copy, since derivatives may need the values that are there before
+    # of a copy, since derivatives may need the old values
     result = getattr(torch.Tensor, name[:-1])(x.clone(), *args[1:], **kwargs)
     if result.shape != x.shape or result.dtype != x.dtype:
         raise RuntimeError(
@@ -375,7 +375,7 @@ def _written_back(name: str, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What a function gives, put into spread tensors of its shape, in their layouts."""
+    """Call a function and copy its results into the spread tensors of `out`, in their layouts."""
     rest = {key: value for key, value in kwargs.items() if key != "out"}
     out = kwargs["out"]
     targets = list(tensors(out))
@@ -409,7 +409,7 @@ def _partition(args: Arguments, kwargs: Settings) -> Any:
 
 
 def _need_change(values: Iterable[Any]) -> bool:
-    """Whether a tensor is in separate copies, has no part here, or is plain and has a history."""
+    """Whether a tensor has separate copies, has no part here, or is plain and has a history."""
     for value in values:
         kind = type(value)
         if kind is torch.Tensor:
@@ -433,14 +433,14 @@ _LEAVES = frozenset((*_NUMBERS, torch.nn.Parameter, torch.Size))
 
 
 def _prepared(value: Any) -> Any:
-    """An argument as rules take it: its sum is made, and its history that of parts."""
+    """An argument as rules expect it: summed, and with its history in the graph of parts."""
     if type(value) is torch.Tensor and not outlining.get():
         return open_plain(value)
     return _summed(value)
 
 
 def _summed(value: Any) -> Any:
-    """An argument; a tensor in separate copies is a sum that is not made yet: it is now."""
+    """An argument; the separate copies of a tensor, a sum that is not computed yet, are summed."""
     if not isinstance(value, Tensor):
         return value
     layout = value._layout
@@ -456,7 +456,7 @@ _RENAMED = frozenset((*_TORCHS, "input"))
 
 
 def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Call a torch function on spread tensors and tensors of another kind that can become such."""
+    """Call a torch function on spread tensors and tensors of kinds that can be converted."""
     if any(each not in converters and not issubclass(Tensor, each) for each in types):
         check_not_nested(name_of(func), args, kwargs)
         return NotImplemented
@@ -467,7 +467,7 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
         return value if known is None else known(value, partition)
 
     name = name_of(func)
-    if name == "grad":  # what something is derived by must be what it was computed from
+    if name == "grad":  # its inputs must be the same tensors that its outputs were computed from
         return above(func, args, kwargs)
     if is_in_place(name) and type(args[0]) in converters:
         raise TypeError(
@@ -478,10 +478,10 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What code that bypasses torch's functions gets: never a part in place of the whole.
+    """Call an operator for code that bypasses torch's functions; a part never counts as the whole.
 
-    Autograd, if it takes part, has the wrappers in its graph here: only values are computed, by the
-    rule of the function that the operator is, if there is one (`tensor/aten.py`).
+    Autograd, if it is on, has the wrappers in its graph already: only values are computed here, by
+    the rule of the operator's function, if there is one (`tensor/aten.py`).
     """
     name = func._schema.name.partition("::")[2]
     check_not_nested(name, args, kwargs)
@@ -497,7 +497,7 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if func._schema.is_mutable:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
-    if "c10d" in func.namespace:  # its schemas do not say what is written
+    if "c10d" in func.namespace:  # its schemas do not mark operands that are written to
         return collective(f"collective {name}", func, args, kwargs)
     is_of_elements = torch.Tag.pointwise in func.tags
     with below_autograd():
@@ -511,7 +511,7 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
         if result is NotImplemented:
             error = unsupported(name, "it has no rule", *held_layouts(found))
             result = without_rule(name, func, args, kwargs, error)
-    if isinstance(result, tuple) and len(func._schema.returns) == 1:  # torch wants a list here
+    if isinstance(result, tuple) and len(func._schema.returns) == 1:  # torch expects a list here
         return list(result)
     return result
 

@@ -1,7 +1,6 @@
-"""Where something is called: the line of the user's code, and the module of the model.
+"""Call sites: the line of the user's code, and the module of the model.
 
-Nothing is kept while a program runs. Frames are looked at when somebody has to be told: by a
-warning, or by an error.
+Nothing is recorded while a program runs. Frames are only inspected for a warning or an error.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ class CallSite:
     """A line of the user's code, and the module whose forward pass it is called in, if any.
 
     Attributes:
-        file: the first that is neither torch's nor ours.
-        line: in it.
-        module: as in "`layer1.0.conv2` (Conv2d) of ResNet".
+        file: the first file up the stack that is neither torch's nor ours.
+        line: the line in it.
+        module: the module, as in "`layer1.0.conv2` (Conv2d) of ResNet".
     """
 
     file: str
@@ -35,11 +34,11 @@ class CallSite:
 
 
 def current_place() -> CallSite:
-    """Where the user called what runs now."""
+    """The call site of the user's code that led to the current frame."""
     line = frame = sys._getframe(1)
     while line.f_back is not None and is_library(line):
         line = line.f_back
-    modules: list[nn.Module] = []  # whose forward passes run, from the inside out
+    modules: list[nn.Module] = []  # modules whose forward passes run, from the inside out
     each: FrameType | None = frame
     while each is not None:
         if each.f_code.co_name in ("_call_impl", "forward"):
@@ -50,12 +49,12 @@ def current_place() -> CallSite:
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether a frame is torch's or ours."""
+    """Whether a frame belongs to torch or to Tessel."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tessel")
 
 
 def described(stack: list[nn.Module]) -> str:
-    """The name of the last of some modules, each of which called the next, within the first."""
+    """The name, within the first module, of the last in a stack of modules that call each other."""
     if not stack:
         return ""
     root = at = stack[0]
@@ -63,7 +62,7 @@ def described(stack: list[nn.Module]) -> str:
     for module in stack[1:]:
         if module is at:
             continue
-        # a module may have several names: that within the one that called it is the one in use
+        # a module may have several names: the one within its caller is meant
         if (name := _name_within(at, module)) is not None:
             names.append(name)
         elif (name := _name_within(root, module)) is not None:

@@ -1,12 +1,11 @@
-"""TESSEL_CHECK: at each torch function, workers compare that all of them do the same thing.
+"""TESSEL_CHECK: workers check at each torch function that all of them do the same thing.
 
-Agreement happens where parts become spread tensors, and never again inside: a program whose workers
-take different branches moves what does not fit together, or waits. Here they say before each
-function what they are about to do, and the first difference raises on all of them.
+Workers agree where parts become spread tensors, and never again after that: if they take different
+branches, a program combines data that do not fit together, or hangs. With this check they tell each
+other before each function what they are about to do, and the first difference raises on all.
 
-Nothing of this is in the way of a program that does not ask for it: what runs a torch function
-(`Tensor.above`) and what moves data (`Move`, `Halo`) is exchanged for something that compares
-first.
+Programs that do not ask for it pay nothing: the functions that run torch functions
+(`Tensor.above`) and move data (`Move`, `Halo`) are replaced by ones that compare first.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ from tessel.tensor.table import Arguments, Settings, held_layouts, in_backward
 from tessel.tensor.tensor import Tensor
 from tessel.transport import Group, code_of, kept_in_job
 
-# facts that all workers must state alike, since something moves after them; others may be read by
-# one worker alone, as in `if rank == 0: print(float(loss))`
+# attributes and methods that all workers must use alike, since data moves after them; others may be
+# read by one worker alone, as in `if rank == 0: print(float(loss))`
 _COMPARED_FACTS = frozenset(("backward", "grad", "requires_grad_", "set requires_grad"))
-_PLACED = frozenset(("to", "cuda", "xpu"))  # whose whole numbers are devices, one for each worker
+_PLACED = frozenset(("to", "cuda", "xpu"))  # whose integers are devices, which differ by worker
 _DEVICE = re.compile(r"(cuda|cpu|xpu|mps)(:\d+)?")
 
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # of a rule, which calls others
-_moves: ContextVar[bool] = ContextVar("moves", default=False)  # within a movement that was compared
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # a rule, which calls functions
+_moves: ContextVar[bool] = ContextVar("moves", default=False)  # within a compared movement
 
 
 @contextmanager
 def check_calls() -> Iterator[None]:
-    """Let workers compare, at each torch function of spread tensors, that all do the same thing.
+    """Let workers check, at each torch function of spread tensors, that all do the same thing.
 
-    They compare the name of the function, shapes, layouts and dtypes of tensors, whether these need
-    a gradient, checksums of plain tensors, which must be the same everywhere, and all arguments
-    that are numbers, strings and the like; and each movement of data, in backward passes, too. At
+    They compare the name of the function; shapes, layouts and dtypes of tensors, and whether these
+    require gradients; checksums of plain tensors, which must be the same everywhere; all arguments
+    that are numbers, strings and the like; and each movement of data, also in backward passes. At
     the first difference every worker raises the same ValueError, which says what each of them
     called and where. Workers that take different branches of a model, also under `torch.no_grad`,
-    or give it plain inputs that differ, find out at the first function.
+    or pass different plain inputs to it, find out at the first function.
 
-    All workers enter together. In a whole program the environment variable TESSEL_CHECK=1 does the
-    same. Each function costs a small exchange; without either it costs nothing.
+    All workers enter together. For a whole program, the environment variable TESSEL_CHECK=1 does
+    the same. Each function costs a small exchange; without the check it costs nothing.
 
     >>> import tessel, torch
     >>> with tessel.testing.check_calls():
@@ -73,7 +72,7 @@ def check_calls() -> Iterator[None]:
 
 @contextmanager
 def comparing() -> Iterator[None]:
-    """The same without a word when it begins and when it ends."""
+    """The same without an exchange at its beginning and its end."""
     was_on = Tensor.above is compared
     switch(True)
     try:
@@ -83,10 +82,10 @@ def comparing() -> Iterator[None]:
 
 
 def switch(on: bool) -> None:
-    """Compare from here on, or no longer."""
+    """Begin or stop to compare."""
     Tensor.above = staticmethod(compared if on else call.above)
     if on == bool(_replaced):
-        return  # what a trace has put in the place of movements since then stays
+        return  # keep replacements that a trace has made since then
     if on:
         _replaced.extend((kind, name, kind.__dict__[name]) for kind, name in _MOVEMENTS)
         for kind, name, own in _replaced:
@@ -98,14 +97,14 @@ def switch(on: bool) -> None:
 
 
 def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Call a torch function on spread tensors, after all of their workers said that they do so."""
+    """Call a torch function on spread tensors, after all of their workers compared the call."""
     name = call.name_of(func)
-    # what computes or moves something, rather than tell a fact
+    # handlers that compute or move data, rather than read attributes
     computes = (call.at_once, call.follow, call.follow_cast)
     counts = name in _COMPARED_FACTS or call.rule_of(name) in computes
     if _inside.get() or is_compiling() or not counts:
         return call.above(func, args, kwargs)
-    # the first operand may hold anything before it is overwritten
+    # the first operand may have any values before it is overwritten
     writes = name in ("copy_", "__setitem__", "fill_", "zero_") or name.startswith("set ")
     said = [_said(name, each, not (k == 0 and writes)) for k, each in enumerate(args)]
     said += [f"{key}={_said(name, each, key != 'out')}" for key, each in sorted(kwargs.items())]
@@ -114,7 +113,7 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     exactly = " ".join(layout.identity for layout in layouts)
     for group in dict.fromkeys(e.partition.prepare() for e in layouts if e.partition.active):
         compare(group, f"`{name}`({', '.join(said)}{mode})", exactly)
-    if name in ("backward", "grad"):  # whose hooks and checkpoints call functions of the user's
+    if name in ("backward", "grad"):  # whose hooks and checkpoints run code of the user
         return call.above(func, args, kwargs)
     with setting(_inside, True):
         return call.above(func, args, kwargs)
@@ -124,15 +123,15 @@ def compare(group: Group, said: str, exactly: str = "") -> None:
     """Raise on all workers of the group unless all are about to do the same.
 
     Args:
-        group: who must do the same.
-        said: what that is, for the reader of an error.
-        exactly: what else must be the same.
+        group: the workers that must do the same.
+        said: a description of it, for errors.
+        exactly: a text of everything else that must be equal.
     """
-    if group.size == 1 or group.workers[0] < 0:  # of workers that are only supposed, nobody speaks
+    if group.size == 1 or group.workers[0] < 0:  # placeholder workers cannot answer
         return
 
     def called() -> str:
-        # places are said and not compared: workers may come to the same call by different lines
+        # places are quoted and not compared: workers may make the same call at different lines
         return f"{said} at {current_place()}"
 
     try:
@@ -143,11 +142,11 @@ def compare(group: Group, said: str, exactly: str = "") -> None:
 
 
 def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
-    """What moves data, after all workers of it said that they move the same."""
+    """A method that moves data, after comparing the movement with its other workers."""
 
     def move(operator: LinearOperator, *args: Any) -> Any:
-        # A movement into a tensor makes another one on workers whose tensor cannot be written to at
-        # once, which only they know: what a movement makes is compared with it, not by itself.
+        # A movement into a tensor makes another movement on workers whose tensor cannot be written
+        # to directly, which only they know: movements within movements are not compared again.
         if is_compiling() or _moves.get():
             return own(operator, *args)
         source, target = operator.domain, operator.codomain
@@ -165,14 +164,14 @@ _MOVEMENTS: tuple[tuple[Any, str], ...] = (
     *((Move, name) for name in ("_apply", "_apply_into", "start", "start_apart", "complete")),
     *((Halo, name) for name in ("start", "start_adjoint")),
 )
-_replaced: list[tuple[Any, str, Any]] = []  # of which class what, while workers compare
+_replaced: list[tuple[Any, str, Any]] = []  # (class, name, method) while workers compare
 
 
 @kept_in_job
 def _anything_moves(source: Layout, target: Layout) -> bool:
-    """Whether something can travel between two layouts, for any worker.
+    """Whether any worker may send something from one layout to another.
 
-    Where nothing can, a worker may do alone what others have no need of, as with an empty part.
+    If none can, a worker may make a movement alone that others do not need, as for an empty part.
     """
     if source.partition != target.partition or source.cuts != target.cuts:
         return True
@@ -181,18 +180,19 @@ def _anything_moves(source: Layout, target: Layout) -> bool:
 
 
 def _said(name: str, value: Any, is_read: bool = True) -> str:
-    """What all workers must pass alike, in words: a tensor by its kind, a number by its value.
+    """A description of an argument that must be equal on all workers.
 
-    Of a plain tensor that is read the values must be alike, too.
+    It has the kind of a tensor and the value of a number; for a plain tensor that is read, whose
+    values must be equal, also a checksum.
     """
     if isinstance(value, torch.Tensor):
         part, where = value, f"plain tensor {tuple(value.shape)}"
         if isinstance(value, Tensor):
-            # in `x[1:] += y` the part of `x` is withheld until the view is put back, as it is here
+            # in `x[1:] += y` the part of `x` is withheld until the view is put back, by this call
             withheld = value.__dict__.get("_withheld")
             part, where = withheld[0] if withheld else value._part, str(value._layout)
         said = f"{where} of {part.dtype}" + (" that needs a gradient" if part.requires_grad else "")
-        # tensors of other kinds, as shards, are a worker's own
+        # tensors of other kinds, such as shards, may differ
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
         return f"{said} (checksum {checksum(value):08x})" if is_plain and is_read else said
     if isinstance(value, list | tuple):
@@ -219,12 +219,12 @@ def _said(name: str, value: Any, is_read: bool = True) -> str:
 
 
 def _as_asked() -> None:
-    """Compare if TESSEL_CHECK says so: on all workers of a job, or on none."""
+    """Compare if TESSEL_CHECK is set, on all workers of a job or on none."""
     switch(transport.checks_calls())
 
 
 def _first(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The first torch function of a spread tensor in a process that has joined no job."""
+    """Call the first torch function of a spread tensor in a process that has joined no job."""
     _as_asked()
     return Tensor.above(func, args, kwargs)
 

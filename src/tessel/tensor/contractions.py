@@ -1,7 +1,7 @@
 """The backend of opt_einsum for spread tensors, which tensorly uses for contractions.
 
-It looks for these names in the package and, without them, takes tensors for numpy's. Operands may
-be spread or plain.
+It looks up these names in the package of the tensors and, without them, treats tensors as numpy's.
+Operands may be spread or plain.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
-    """Torch's own."""
+    """`torch.einsum`."""
     return torch.einsum(equation, *operands)
 
 
 def tensordot(x: Tensor, y: Tensor, axes: Any = 2) -> Tensor:
-    """Torch's, with numpy's name for the dimensions.
+    """`torch.tensordot`, with numpy's name for the dimensions.
 
     >>> tensordot(torch.ones(2, 3), torch.ones(3, 4), axes=1).shape
     torch.Size([2, 4])
@@ -28,7 +28,7 @@ def tensordot(x: Tensor, y: Tensor, axes: Any = 2) -> Tensor:
 
 
 def transpose(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """All dimensions in another order, as numpy's has it.
+    """Permute all dimensions, as `numpy.transpose` does.
 
     >>> transpose(torch.ones(2, 3, 4), (2, 0, 1)).shape
     torch.Size([4, 2, 3])

@@ -1,6 +1,6 @@
-"""Random numbers by counting: each is a function of a seed and of its place in the whole tensor.
+"""Counter-based random numbers: each is a function of a seed and of its index in the whole tensor.
 
-So a worker makes those of its part and no others, and they do not depend on the parts. A place is
+So a worker draws the numbers of its part only, and they do not depend on the layout. An index is
 mixed with the seed by two rounds of the finaliser of splitmix64 (Steele, Lea, Flood 2014), in the
 wrapping arithmetic of 64-bit integers that torch has on all devices.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 from tessel.core.boxes import Box
 from tessel.core.layout import Layout, Shape
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def places(layout: Layout, device: Any = None) -> Tensor:
-    """The place of each value of this worker's part, counted through the whole tensor.
+    """The flat index in the whole tensor of each value of this worker's part.
 
     >>> import tessel
     >>> places(tessel.Layout.balanced(tessel.world(), (3,)))
@@ -47,7 +47,7 @@ def places_in(shape: Shape, box: Box, device: Any = None) -> Tensor:
 
 
 def bits(seed: int, counter: Tensor, stream: int) -> Tensor:
-    """63 random bits for each place; other streams give other numbers for the same places."""
+    """63 random bits for each index; other streams have other numbers for the same indices."""
     signed = (seed + 2**63) % 2**64 - 2**63
     z = (counter * 2 + stream + 1) * _GOLDEN + signed
     for _ in range(2):
@@ -58,34 +58,34 @@ def bits(seed: int, counter: Tensor, stream: int) -> Tensor:
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left, which torch's shift of signed numbers has not."""
+    """Shift right with zeros from the left; torch shifts signed integers with their sign."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def _unit(seed: int, counter: Tensor, stream: int) -> Tensor:
-    """Evenly distributed from 0 to 1, without 1, in steps of 2⁻⁵³."""
+    """Numbers uniformly distributed in [0, 1), in steps of 2⁻⁵³."""
     return (bits(seed, counter, stream) >> 10).double() * 2.0**-53
 
 
 def uniform_in(seed: int, shape: Shape, box: Box, device: Any = None) -> Tensor:
-    """Evenly distributed numbers from 0 to 1, without 1, in float64, for a box of a tensor."""
+    """Numbers uniformly distributed in [0, 1), in float64, for a box of a tensor."""
     return _unit(seed, places_in(shape, box, device), 0)
 
 
 def uniform(seed: int, layout: Layout, dtype: torch.dtype, device: Any = None) -> Tensor:
-    """Evenly distributed numbers from 0 to 1, without 1, for this worker's part."""
+    """Numbers uniformly distributed in [0, 1), for this worker's part."""
     counter = places(layout, device)
     if dtype.is_complex:
         return torch.complex(_unit(seed, counter, 0), _unit(seed, counter, 1)).to(dtype)
     digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
-    # as many bits as the type holds, so that nothing is rounded up to 1
+    # only as many bits as the dtype holds, so that nothing is rounded up to 1
     return ((bits(seed, counter, 0) >> (63 - digits)).double() * 2.0**-digits).to(dtype)
 
 
 def normal(seed: int, layout: Layout, dtype: torch.dtype, device: Any = None) -> Tensor:
     """Normally distributed numbers for this worker's part, by the method of Box and Muller.
 
-    Complex ones have variance 1, as torch's have: ½ for each of the two parts.
+    Complex numbers have variance 1, as in torch: ½ for the real and for the imaginary part.
     """
     counter = places(layout, device)
     radius = (-2.0 * (1.0 - _unit(seed, counter, 0)).log()).sqrt()
@@ -98,7 +98,7 @@ def normal(seed: int, layout: Layout, dtype: torch.dtype, device: Any = None) ->
 def whole_numbers(
     seed: int, layout: Layout, low: int, high: int, dtype: torch.dtype, device: Any = None
 ) -> Tensor:
-    """Evenly distributed whole numbers from low to high, without it, for this worker's part."""
+    """Integers uniformly distributed in [low, high), for this worker's part."""
     found = bits(seed, places(layout, device), 0)
     if high - low > 2**63:
         raise ValueError(f"at most 2⁶³ different numbers can be drawn, got {low} to {high}")

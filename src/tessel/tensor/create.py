@@ -1,7 +1,7 @@
 """Creation of spread tensors: from whole tensors, from parts, and by functions such as `zeros`.
 
-Here, and only here, workers agree: on shapes, the kind of the tensor, and whether it needs a
-gradient. From then on every worker knows the layout of everything that is computed from it.
+Here, and only here, workers agree: on shapes, on dtype and device, and whether gradients are
+required. From then on every worker knows the layout of everything that is computed from it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tessel.transport import kept_in_job
 Where = Partition | Layout
 AgreedLayout = tuple[Layout, TensorMeta]
 
-# kinds of tensors that know of which whole they are parts, and what tells the part and where it
-# lies, or raises if the user says otherwise
+# kinds of tensors that know their layout, with functions that return part and layout, and raise if
+# the user passed another one
 owners: dict[type, Callable[[Any, Where | None], tuple[torch.Tensor, Where]]] = {}
 
 
@@ -33,8 +33,8 @@ owners: dict[type, Callable[[Any, Where | None], tuple[torch.Tensor, Where]]] = 
 def spread(x: torch.Tensor, where: Where) -> Tensor:
     """Spread a tensor that all workers have whole, with the same values.
 
-    Forward:  each worker keeps its part, and nothing moves.    Backward:  every worker gets the
-    whole gradient, an all-gather.
+    Forward:  each worker keeps its part, and nothing is sent.    Backward:  every worker gets the
+    whole gradient, by an all-gather.
 
     Args:
         x: the whole tensor, on each worker of `where`; others may pass anything. A spread tensor,
@@ -49,7 +49,7 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
     partition = _partition(where)
     if type(x) in converters:
         x = converters[type(x)](x, None)
-    elif isinstance(x, Tensor):  # others, who may have something else, agree
+    elif isinstance(x, Tensor):  # raise together with workers that pass something else
         agree(x._layout.partition, "tessel.spread of a tensor that is spread")
     if isinstance(x, Tensor):
         return x.move_to(where)
@@ -65,13 +65,13 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
 
 @eagerly
 def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
-    """The spread tensor whose parts the workers have; they agree on shapes, dtype and gradient.
+    """Make a spread tensor of its parts; workers agree on shapes, dtype and gradients.
 
     Args:
-        part: this worker's part; what workers outside of `where` pass does not count.
-        where: a partition whose axis d splits dimension d, into parts as long as they are; or a
-            layout, whose local shapes the parts must have. A shard of a parallel layer, or one
-            that `tessel.register_parallel_dim` made, says it itself: None.
+        part: this worker's part; workers outside of `where` may pass anything.
+        where: a partition whose axis d splits dimension d, into parts of their own lengths; or a
+            layout, whose local shapes the parts must have. None for a shard of a parallel layer or
+            of `tessel.register_parallel_dim`, which has a layout.
 
     >>> import tessel, torch
     >>> tessel.from_local(torch.ones(3), tessel.world()).shape
@@ -101,9 +101,9 @@ def _partition(where: Where) -> Partition:
 
 @kept_in_job
 def _agreement(partition: Partition, where: Where, what: str) -> Agreement[AgreedLayout]:
-    """Where all workers of the job agree on the layout and the kind of a tensor.
+    """The agreement of all workers of the job on the layout, dtype and device of a tensor.
 
-    Workers outside of the partition hold a spread tensor, too, and say its shape.
+    Workers outside of the partition get a spread tensor, too, and state its shape.
     """
 
     def of_wholes(shapes: dict[int, Shape], meta: TensorMeta) -> AgreedLayout:
@@ -136,7 +136,7 @@ def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agree
 
 
 def _sizes(size: tuple[Any, ...]) -> Shape:
-    """The shape that is given as numbers or as one sequence of them."""
+    """The shape, given as integers or as one sequence of them."""
     given: Sequence[int] = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return tuple(given)
 
@@ -155,7 +155,7 @@ def zeros(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A spread tensor of zeros; each worker makes its part.
+    """A spread tensor of zeros; each worker creates its part.
 
     >>> import tessel
     >>> tessel.zeros(4, where=tessel.world()).shape
@@ -171,7 +171,7 @@ def ones(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A spread tensor of ones; each worker makes its part.
+    """A spread tensor of ones; each worker creates its part.
 
     >>> import tessel
     >>> float(tessel.ones(4, where=tessel.world()).sum())
@@ -187,7 +187,7 @@ def empty(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A spread tensor of any values; each worker makes its part.
+    """A spread tensor of uninitialized values; each worker creates its part.
 
     >>> import tessel
     >>> tessel.empty(4, where=tessel.world()).fill_(2).shape
@@ -205,7 +205,7 @@ def full(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A spread tensor of one value; each worker makes its part.
+    """A spread tensor of one value; each worker creates its part.
 
     >>> import tessel
     >>> float(tessel.full((4,), 0.5, where=tessel.world()).sum())
@@ -226,10 +226,10 @@ def arange(
     requires_grad: bool = False,
     **named: float,
 ) -> Tensor:
-    """The numbers start, start + step, … up to end, without it, as `torch.arange` has them.
+    """The numbers start, start + step, … below end, as `torch.arange` has them.
 
     Args:
-        bounds: `end`, or `start, end`, or `start, end, step`, by place or by name.
+        bounds: `end`, or `start, end`, or `start, end, step`, by position or by name.
 
     >>> import tessel
     >>> int(tessel.arange(2, 8, step=2, where=tessel.world()).sum())
@@ -249,7 +249,7 @@ def linspace(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """So many numbers from start to end, at equal distances, as `torch.linspace` has them.
+    """`steps` numbers from start to end at equal distances, as `torch.linspace` has them.
 
     >>> import tessel
     >>> float(tessel.linspace(0, 1, 5, where=tessel.world()).sum())
@@ -261,7 +261,7 @@ def linspace(
 
 @untraced
 def _line(line: torch.Tensor, where: Where, requires_grad: bool) -> Tensor:
-    """A part of one dimension, which is cheap to make whole: values are those of one process."""
+    """The part of a 1-d tensor, which is made whole first to get the values of one process."""
     layout = layout_on(where, line.shape)
     return Tensor(layout.local_part(line).clone().requires_grad_(requires_grad), layout)
 
@@ -274,11 +274,11 @@ def rand(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Random numbers, evenly distributed from 0 to 1.
+    """Random numbers, uniformly distributed in [0, 1).
 
-    Each is a function of its place and of one number, which `generator`, or else torch's own, of
-    the first worker draws: they do not depend on the number of workers or the layout, and each
-    worker makes its own.
+    Each is a function of its index and of one number, drawn on the first worker from `generator` or
+    torch's own: they do not depend on the number of workers or the layout, and each worker draws
+    its own.
 
     >>> import tessel
     >>> tessel.rand(4, where=tessel.world()).shape
@@ -296,7 +296,7 @@ def randn(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Random numbers of a normal distribution with mean 0 and variance 1; see `rand`.
+    """Random numbers, normally distributed with mean 0 and variance 1; see `rand`.
 
     >>> import tessel
     >>> tessel.randn(4, where=tessel.world()).shape
@@ -314,10 +314,10 @@ def randint(
     device: Any = None,
     **named: Any,
 ) -> Tensor:
-    """Random whole numbers from low to high, without it: `randint(low=0, high, size)`; see `rand`.
+    """Random integers in [low, high): `randint(low=0, high, size)`; see `rand`.
 
     Args:
-        bounds: `high, size` or `low, high, size`, by place or by name.
+        bounds: `high, size` or `low, high, size`, by position or by name.
 
     >>> import tessel
     >>> tessel.randint(3, 7, (4,), where=tessel.world()).shape

@@ -1,4 +1,4 @@
-"""What a torch function would do with spread tensors, without doing it."""
+"""Explanations: how a torch function or an operator would compute, without computing it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tessel.tensor.tensor import Tensor
 
 @dataclass(frozen=True)
 class AttentionExplanation:
-    """The ways in which attention could be computed, the one that is taken first.
+    """The ways in which attention could be computed, best first.
 
     Attributes:
-        ways: the name of each, and the bytes that a worker receives, the one that receives most,
-            in a forward and a backward pass together.
-        before: of operands on different grids, the bytes that it receives in addition, so that they
-            are on one.
+        ways: the name of each, and the bytes that the worker that receives most receives in a
+            forward and a backward pass together.
+        before: for operands on different grids, the bytes that this worker receives in addition to
+            bring them to one.
     """
 
     ways: tuple[tuple[str, int], ...]
@@ -33,7 +33,7 @@ class AttentionExplanation:
 
     @property
     def way(self) -> str:
-        """The one that is taken."""
+        """The way that is taken."""
         return self.ways[0][0]
 
     def __str__(self) -> str:
@@ -44,12 +44,12 @@ class AttentionExplanation:
 
 
 def explain(what: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a distributed operator does, step by step, or how attention would be computed.
+    """Explain the steps of a distributed operator, or how attention would be computed.
 
     Args:
         what: a distributed operator, or `torch.nn.functional.scaled_dot_product_attention`.
         *args, **kwargs: for an operator `columns`, the length of the batch on each worker, and
-            `machine`, the model that predicts times; for attention what it would be called with.
+            `machine`, the model that predicts times; for attention its arguments.
 
     >>> import tessel, torch
     >>> x = tessel.spread(torch.ones(1, 2, 6, 4), tessel.Partition((0,), (1, 1, 1, 1)))

@@ -1,4 +1,4 @@
-"""What a torch function without a rule does: gather its operands, and say so; or raise."""
+"""Torch functions without a rule: their operands are gathered, with a warning; or they raise."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from tessel.transport import num_workers
 FALLBACKS = ("gather", "raise")
 _choice: ContextVar[str] = ContextVar("fallback", default="gather")
 _said: set[tuple[str, CallSite]] = set()
-# What parts were written into as a whole, since a model was called; None outside of models.
+# Functions that wrote gathered values into plain tensors during a call of a model; None outside.
 written_whole: ContextVar[list[str] | None] = ContextVar("written_whole", default=None)
 
 
 class GatherWarning(UserWarning):
-    """That a function gathered its operands, since it has no rule for such layouts."""
+    """A function gathered its operands, since it has no rule for their layouts."""
 
 
 @contextmanager
 def fallback(choice: str) -> Iterator[None]:
-    """What torch functions without a rule do with spread tensors.
+    """Choose what torch functions without a rule do with spread tensors.
 
     Args:
         choice: "gather" lets every worker compute with the whole operands, with a warning that
-            says how many bytes that moves; "raise" raises NotImplementedError.
+            says how many bytes this moves; "raise" raises NotImplementedError.
 
     >>> import tessel
     >>> with tessel.fallback("raise"):
@@ -58,20 +58,20 @@ def fallback(choice: str) -> Iterator[None]:
 
 
 def may_gather() -> bool:
-    """Whether functions may gather their operands here."""
+    """Whether functions may gather their operands."""
     return _choice.get() == "gather"
 
 
 @lru_cache(maxsize=1024)
 def is_random(name: str) -> bool:
-    """Whether torch says that a function of this name draws random numbers."""
-    own = name.rpartition("::")[2].partition(".")[0]  # of "operator aten::normal.Tensor_float", too
+    """Whether a function of this name draws random numbers, by torch's schemas."""
+    own = name.rpartition("::")[2].partition(".")[0]  # also of "operator aten::normal.Tensor_float"
     packet = getattr(torch.ops.aten, own.rstrip("_"), None)
     if packet is None:
         return False
     overloads = [getattr(packet, each) for each in packet.overloads()]
     return any(
-        torch.Tag.nondeterministic_seeded in each.tags  # which not all that take a generator have
+        torch.Tag.nondeterministic_seeded in each.tags  # not all with a generator have it
         or any(argument.name == "generator" for argument in each._schema.arguments)
         for each in overloads
     )
@@ -85,10 +85,10 @@ def without_rule(
         raise why
     spread = list(spread_among(args, kwargs))
     if is_in_place(name) or kwargs.get("inplace") or kwargs.get("out") is not None:
-        # a plain tensor, which every worker has, is changed by whole values, and no other
+        # only a plain tensor can be written to, which every worker has, by whole values
         target = args[0] if args else None
         is_plain = isinstance(target, torch.Tensor) and not isinstance(target, Tensor)
-        # Workers outside of the partition have the plain tensor, too, and no values for it.
+        # Workers outside of the partition also have the plain tensor, but no values for it.
         everywhere = all(each._layout.partition.size == num_workers() for each in spread)
         if not is_plain or not everywhere or not is_in_place(name) or "out" in kwargs:
             raise why
@@ -98,7 +98,7 @@ def without_rule(
         return func(target, *gathered(args[1:]), **gathered(kwargs))
     if is_random(name):  # each worker would draw numbers of its own
         raise why
-    # Forward mode has levels of its own, from which a gradient does not find back to the parts.
+    # Forward mode has levels of its own, from which gradients do not return to the parts.
     needs_grad = any(each._part.requires_grad for each in spread)
     if name == "_make_dual" and needs_grad and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -110,7 +110,7 @@ def without_rule(
 
 
 def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What every worker computes alike with the whole operands, after a warning that it does."""
+    """The result that every worker computes from the whole operands, after a warning."""
     spread = list(spread_among(args, kwargs))
     say(name, spread)
     result = func(*gathered(args), **gathered(kwargs))
@@ -119,12 +119,12 @@ def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def gathered(value: Any) -> Any:
-    """The same arguments with whole tensors in the places of spread ones."""
+    """The arguments with spread tensors gathered."""
     return mapped(lambda each: each.full() if isinstance(each, Tensor) else each, value)
 
 
 def shared(result: Any, partition: Any) -> Any:
-    """What all workers computed alike, as spread tensors that all of them have whole."""
+    """The equal results of all workers as spread tensors that all of them have whole."""
     return mapped(
         lambda each: as_spread(each, partition) if isinstance(each, torch.Tensor) else each, result
     )
@@ -133,7 +133,7 @@ def shared(result: Any, partition: Any) -> Any:
 @encodable
 @dataclass(frozen=True)
 class Gather:
-    """That a function gathered its operands: which one, where, and how many bytes of them."""
+    """A function gathered its operands: its name, its call site, and the number of bytes."""
 
     name: str
     place: CallSite
@@ -145,14 +145,14 @@ _notes: ContextVar[list[Gather] | None] = ContextVar("notes", default=None)
 
 @contextmanager
 def noted_gathers() -> Iterator[list[Gather]]:
-    """All that is gathered inside of the `with` block, also what was said before; no warnings."""
+    """Record all gathers in the `with` block, including repeated ones, without warnings."""
     notes: list[Gather] = []
     with setting(_notes, notes):
         yield notes
 
 
 def say(name: str, spread: list[Tensor]) -> None:
-    """Warn, once for each place in the user's code and each module that comes there."""
+    """Warn once for each line of the user's code and each module that runs it."""
     split = [each for each in spread if not each._layout.is_whole]
     if not split:
         return

@@ -1,4 +1,4 @@
-"""Operands on different grids of the same workers, which are brought to one of the grids."""
+"""Operands on different grids of the same workers are moved to one of the grids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tessel.transport import kept_in_job
 
 
 def on_one_grid(name: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings] | None:
-    """The arguments with all spread tensors on one grid, where they are not but can be."""
+    """The arguments with spread tensors moved to one grid; None if needless or impossible."""
     partition = common_grid(name, args, kwargs)
     if partition is None:
         return None
@@ -30,10 +30,10 @@ def on_one_grid(name: str, args: Arguments, kwargs: Settings) -> tuple[Arguments
 
 
 def common_grid(name: str, args: Arguments, kwargs: Settings) -> Partition | None:
-    """The grid to which spread tensors on different ones move: the largest stays where it is.
+    """The grid to which spread tensors on different grids are moved: that of the largest tensor.
 
-    None if there is one grid already, or if other workers have some of the tensors: what those
-    do is for the user to say. What a function writes into stays, too: it is no copy that changes.
+    None if there is one grid already, or if tensors are on different workers: then the user must
+    choose. A tensor that a function writes into is not moved, since the copy would be changed.
     """
     if name in _WRITE_OTHERS or kwargs.get("out") is not None:
         return None
@@ -48,15 +48,15 @@ def common_grid(name: str, args: Arguments, kwargs: Settings) -> Partition | Non
     return first._layout.partition
 
 
-_WRITE_OTHERS = frozenset(("batch_norm", "instance_norm"))  # into running statistics
+_WRITE_OTHERS = frozenset(("batch_norm", "instance_norm"))  # they update running statistics
 
 
 @kept_in_job
 def nearest_on(partition: Partition, layout: Layout) -> Layout:
-    """The layout on another grid of the same workers for which the fewest values move.
+    """The layout on another grid of the same workers to which the fewest values move.
 
-    None move where the other grid can say what this one does: a dimension in two parts is that
-    on any axis of two workers.
+    None move if the layout can be expressed on the other grid: a dimension can be split in two
+    along any axis of two workers.
 
     >>> import tessel
     >>> row = tessel.world().create_cartesian_topology_partition([1, 1])
@@ -66,10 +66,10 @@ def nearest_on(partition: Partition, layout: Layout) -> Layout:
     axes = [axis for axis, size in enumerate(partition.shape) if size > 1]
     dims = range(len(layout.shape))
     options = []
-    for chosen in product((None, *dims), repeat=len(axes)):  # what each axis splits
+    for chosen in product((None, *dims), repeat=len(axes)):  # the dimension that each axis splits
         along = [tuple(a for a, d in zip(axes, chosen, strict=True) if d == dim) for dim in dims]
         cuts = []
-        for dim in dims:  # in the same parts as before if there are as many, else in even ones
+        for dim in dims:  # in the same parts as before if their number is the same, else balanced
             places = prod(partition.shape[axis] for axis in along[dim])
             intervals = layout.cuts[dim].intervals
             if len(intervals) != places:
@@ -78,7 +78,7 @@ def nearest_on(partition: Partition, layout: Layout) -> Layout:
         options.append(Layout.of_cuts(partition, layout.shape, tuple(cuts)))
 
     def changed(option: Layout) -> tuple[int, int]:
-        """How many values workers do not have yet in this layout, and not any more."""
+        """How many values workers gain and lose with this layout."""
         gained = lost = 0
         for worker in layout.partition.ranks:
             before, after = layout.box(worker), option.box(worker)

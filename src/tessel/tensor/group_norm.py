@@ -1,9 +1,9 @@
 """Group norm of a split tensor by torch's kernels for batch norm.
 
-A sample's channel is to these kernels a channel of its own, and so is a group of them, whose values
-lie one after the other. Composed of functions that torch derives, the norm is dozens of functions
-on small tensors. This is the same map, with one exchange each way and its gradient written out;
-what is derived again is the composition. Instance norm is that of groups of one channel.
+For these kernels, each channel of each sample is a channel of its own, and so is each group, whose
+values are contiguous. Composed of differentiable torch functions, the norm is dozens of functions
+on small tensors. This is the same map, with one exchange each way and its gradient written out; the
+gradient is differentiated again by way of the composition. Instance norm has groups of one channel.
 
 With N values in a group, x̂ = (x − m) / s and s = √(v + ε):
 
@@ -29,10 +29,10 @@ from tessel.tensor.moments import combined, local_moments
 
 @dataclass(eq=False)  # made in each call, and a frozen one is slower to make
 class GroupNorm(KernelNorm):
-    """To y, and to the mean and variance of each sample's groups.
+    """Group norm: to y, and the mean and variance of each sample's groups.
 
     Args:
-        size: the number of channels of a group, all of which lie on one worker.
+        size: the number of channels of a group, all of which are on one worker.
     """
 
     size: int
@@ -41,7 +41,7 @@ class GroupNorm(KernelNorm):
         x, weight, bias = xs
         assert x is not None
         shape = self.gather.domain.local_shape  # (1, 2, samples, groups)
-        with torch.autocast(x.device.type, enabled=False):  # statistics are not to be rounded
+        with torch.autocast(x.device.type, enabled=False):  # statistics must not be rounded
             groups = x.reshape(1, prod(shape[2:]), self.size * prod(x.shape[2:]))
             moments = self.gather.apply(torch.stack(local_moments(groups)).view(shape))
             total = sum(self.counts)
@@ -56,7 +56,7 @@ class GroupNorm(KernelNorm):
             )
             rows = _rows(x), self._of_rows(mean), self._of_rows(variance)
             y = F.batch_norm(*rows, weight, bias, False, 0.0, self.eps)
-            # no view: torch would not let it be changed in place
+            # no view: torch would not allow changes in place
             return y.view(x.shape).detach(), mean, variance
 
     def vjp(
@@ -66,7 +66,7 @@ class GroupNorm(KernelNorm):
         xs: Sequence[Tensor | None],
         ys: Sequence[Tensor],
     ) -> Sequence[Tensor | None]:
-        """The gradients of x, w and b; those of the composition if they are derived again."""
+        """The gradients of x, w and b; by the composition if they are differentiated again."""
         (grad, *_), (x, weight, _), (mean, variance) = grads, xs, ys
         assert x is not None
         if grad is None:
@@ -86,17 +86,17 @@ class GroupNorm(KernelNorm):
                 each = (each.view(x.shape[:2]) * weight).view(-1)
             of_x = gradient_of(*rows, each, self._of_rows(affine).view(2, each.numel()))
             of_x = of_x.view(x.shape)
-        # of a shared weight's gradient these are terms, which its use sums
+        # terms of a shared weight's gradient, which its use sums
         terms = (each if need else None for each, need in zip(sums.sum(1), needs[1:], strict=True))
         return of_x, *terms
 
     def _of_rows(self, statistic: Tensor) -> Tensor:
-        """One number for each channel of each sample from those of groups."""
-        # Of one group alone `reshape` gives a view of one number, and the kernel for parts with one
-        # place reads on behind it.
+        """The statistics of groups, repeated for each channel of each sample."""
+        # For a single group `reshape` returns a view of one number, and the kernel for parts with
+        # one position reads beyond it.
         return statistic.unsqueeze(-1).expand(*statistic.shape, self.size).reshape(-1).contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(1, samples and channels, space)."""
+    """A tensor of shape (1, samples × channels, space)."""
     return x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))

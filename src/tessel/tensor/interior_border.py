@@ -1,8 +1,8 @@
-"""Pools in interior and border: only outputs near a border read what lies around the part.
+"""Pools in interior and border: only outputs near a border read values of other workers.
 
 Most outputs of a worker read its own part alone, which need not be copied for them, nor kept twice
-for the backward pass. Those near its borders are pooled from a few rows of the part and the rows of
-the neighbour, and all are put together.
+for the backward pass. The others are pooled from a few rows of the part and those of a neighbour,
+and the results are concatenated.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tessel.core.windows import Window
 from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
 
-LEAST_VALUES = 1 << 18  # of a worker's part, below which a copy of it is cheaper
-# The border takes a dozen launches more than a copy, in which time a GPU copies as much as this.
+LEAST_VALUES = 1 << 18  # in a worker's part; a smaller one is copied faster
+# The border takes a dozen launches more than a copy; in this time a GPU copies as many values.
 LEAST_VALUES_ON_GPU = 1 << 25
 PoolInterval = Callable[
     [Tensor, Interval], Tensor
-]  # of what outputs along the split dimension read
+]  # pools the inputs of an interval of outputs along the split dimension
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class InteriorBorderPool:
     """A pool in interior and border, along the one dimension that is split.
 
     Attributes:
-        plan: what the outputs read.
+        plan: the layouts of the input, of the output, and of the inputs that it reads.
         dim: the dimension.
-        window: along it.
-        halo: what brings the rows of others.
+        window: the window along it.
+        halo: the operator that fetches rows of others.
     """
 
     plan: Windowed
@@ -66,7 +66,7 @@ class InteriorBorderPool:
             if stop > b:
                 rows = torch.cat([rows, next(strips)], dim)
             pieces.append(pool(rows, part))
-        # A worker that reads nothing of others hangs on the halo, too: they may read of its part.
+        # The result always depends on the halo, since others may read this worker's part.
         empty = list(self.plan.target.local_shape)
         empty[dim] = 0
         return torch.cat([*pieces, anchored_zeros(tuple(empty), flat)], dim)
@@ -76,7 +76,7 @@ class InteriorBorderPool:
 def in_interior_and_border(
     plan: Windowed, windows: tuple[Window, ...], least: int
 ) -> InteriorBorderPool | None:
-    """How to pool so, or None if that is not possible on all workers, or not worth it."""
+    """The pool in interior and border; None if any worker cannot compute it, or if it is slower."""
     source, target = plan.source, plan.target
     lead = len(source.shape) - len(windows)
     split = [dim for dim, cut in enumerate(source.cuts) if len(cut.intervals) > 1]
@@ -104,9 +104,9 @@ def in_interior_and_border(
 
 
 def _inner(window: Window, own: Interval, outputs: Interval, length: int) -> Interval | None:
-    """The outputs that read nothing of others; None if there are none, or others read both sides.
+    """The outputs that read only the own part; None if there are none, or if one reads both sides.
 
-    Strips are put before or behind a few rows of the part: no output may need both.
+    A strip is concatenated before or after a few rows of the part: no output may need both.
     """
     (a, b), (i, j) = own, outputs
     first = i if a == 0 else max(i, ceil((a - window.first(0)) / window.stride))

@@ -1,4 +1,4 @@
-"""Moments: the mean and variance of what a worker has, and of what all have together."""
+"""Moments: the mean and variance of a worker's part, and of all parts together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tessel.tensor.table import widened
 
 try:
     import tessel.tensor.loops as loops
-except ImportError:  # nobody compiled it
+except ImportError:  # it was not compiled
     loops = None  # type: ignore[assignment]
 
 RunningMoments = tuple[Tensor | None, Tensor | None]
@@ -31,18 +31,18 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():
         return mean, mean_square(x, mean)
     centre = mean.detach()
-    # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
-    # zero there, and so is its first derivative; its second one is not.
+    # v = mean (x − c)² − (m − c)² for every constant c; rounding errors are smallest for c = m. The
+    # second term and its first derivative are zero there, but not its second derivative.
     return mean, mean_square(x, centre) - (mean - centre).square()
 
 
-# Values of a sample's channel from which on a loop over them is worth its beginning, and threads of
-# torch that are slower together: its three functions read and write four times as much.
+# The compiled loop is faster for at least this many values of a sample's channel, and at most this
+# many threads of torch, whose three functions read and write four times as much.
 _LONG, _FEW_THREADS = 128, 2
 
 
 def _can_be_read_once(x: Tensor) -> bool:
-    """Whether the compiled loop may read a tensor's memory, and is faster than torch."""
+    """Whether the compiled loop can read a tensor's memory, and is faster than torch."""
     return (
         loops is not None
         and not (is_compiling() or in_transform() or torch._C._len_torch_dispatch_stack())
@@ -53,7 +53,7 @@ def _can_be_read_once(x: Tensor) -> bool:
         and prod(x.shape[2:]) >= _LONG
         and x.is_contiguous()
         and not (x.is_neg() or not x.data_ptr())  # a lazy sign, or zeros without memory
-        and not (torch.is_grad_enabled() and x.requires_grad)  # torch derives its own functions
+        and not (torch.is_grad_enabled() and x.requires_grad)  # torch differentiates only its own
         and torch.get_num_threads() <= _FEW_THREADS
     )
 
@@ -61,7 +61,7 @@ def _can_be_read_once(x: Tensor) -> bool:
 def mean_square(x: Tensor, centre: Tensor) -> Tensor:
     """The mean of the squared distances from a constant centre.
 
-    Its gradient is one pass over `x` and keeps nothing else.
+    Its gradient takes one pass over `x`, and nothing else is kept for it.
     """
     target = centre.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
     squares = F.mse_loss(x, target, reduction="none")
@@ -80,9 +80,9 @@ def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, 
     """The mean and variance of all places from those of each (Chan's formula).
 
     Args:
-        means: of each place, which are the first dimension.
-        variances: the same.
-        shares: what part of all values each place has.
+        means: the means of all places, along the first dimension.
+        variances: their variances, likewise.
+        shares: the fraction of all values that each place has.
     """
     mean = (shares * means).sum(0)
     offsets = means - mean
@@ -94,7 +94,7 @@ def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, 
 def update_running(
     running: RunningMoments, mean: Tensor, variance: Tensor, count: int, momentum: float
 ) -> None:
-    """Running statistics take in those of so many values; the new ones count `momentum`."""
+    """Update running statistics by those of `count` values, with the weight `momentum`."""
     unbiased = momentum * count / (count - 1)
     for each, new, much in zip(running, (mean, variance), (momentum, unbiased), strict=True):
         assert each is not None

@@ -1,9 +1,9 @@
 """Functions of spread tensors on workers that are outside of their partition.
 
-Such a worker has no values, and still has to know how a result lies: it may be moved to workers of
-which it is one. So the rule is followed without values, from the place of the first worker of the
-partition, by torch's fake tensors. The result is a spread tensor without a part, which depends on
-the operands, so that this worker takes part in the backward passes of movements before and after.
+Such a worker has no values, but must know the layout of a result, which may be moved to it. So the
+rule is followed without values, in the place of the partition's first worker, with torch's fake
+tensors. The result is a spread tensor without a part, which depends on the operands, so that this
+worker takes part in the backward passes of movements before and after.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tessel.transport import kept_in_job
 def outlined(
     follow: Callable[..., Any], name: str, func: Any, args: Arguments, kwargs: Settings
 ) -> Any:
-    """What a function gives on a worker that has no values of its operands.
+    """The result of a function on a worker that has no values of its operands.
 
     Args:
         follow: follows the rule of a function.
@@ -52,7 +52,7 @@ def outlined(
     """
     if name.startswith("new_"):
         shape = tuple(outlines(func, args, kwargs).shape)
-        # one that all workers have, and not spread as the first argument, needs no values
+        # a plain result, which all workers have, needs no values of the first argument
         if name == "new_tensor" or new_layout(args[0]._layout, shape) is None:
             return func(*parts(args), **parts(kwargs))
     originals: dict[int, Tensor] = {}
@@ -65,7 +65,7 @@ def outlined(
         part = torch.empty(there.local_shape, dtype=value.dtype, device=value.device)
         held = open_part(value)
         part.requires_grad_(held.requires_grad)
-        shadow = Tensor(part if held.is_leaf else part.clone(), there)  # it may be changed in place
+        shadow = Tensor(part if held.is_leaf else part.clone(), there)  # to allow changes in place
         originals[id(shadow)] = value
         return shadow
 
@@ -91,7 +91,7 @@ def outlined(
     target = next(tensors(args), None)
     if is_in_place(name) and isinstance(target, Tensor):
         there = _with_partition(given[0]._layout, Partition)
-        if there != target._layout:  # it has another shape now
+        if there != target._layout:  # its shape was changed
             target = become(target, note_view(Tensor(open_part(target), there), target))
     found = mapped(with_history, result)
     if is_in_place(name) and isinstance(target, Tensor) and given[0]._part.requires_grad:
@@ -103,21 +103,20 @@ def outlined(
 
 @kept_in_job
 def _with_partition(layout: Layout, kind: type[Partition]) -> Layout:
-    """The same workers as an outline, in which this one has a place, or as they are."""
+    """The layout with its workers as an outline, where this one has a place, or as a partition."""
     partition = layout.partition
     return replace(layout, partition=kind(partition.ranks, partition.shape))
 
 
 def _anchor(*values: Any) -> torch.Tensor:
-    """An empty tensor that depends on all operands, as the graphs of the others do."""
+    """An empty tensor that depends on all operands, as the results of other workers do."""
     found = []
     for value in tensors(*values):
         if isinstance(value, Tensor):
             found.append(open_part(value).reshape(-1)[:0])
             continue
-        # A plain tensor that has come from this worker's part of a spread one would need a gradient
-        # on all workers that have it, and those outside of a partition get none of what is computed
-        # there.
+        # A plain tensor computed from this worker's part of a spread one needs a gradient on all
+        # workers that have it, and those outside of the partition get none for results inside.
         for node in nodes_of(value):
             operator = operator_of(node)
             if isinstance(operator, LinearOperator) and operator.takes_part:

@@ -1,9 +1,9 @@
 """Convolutions that are computed while their halo is in transit, and completed by strips.
 
-A convolution is linear in its input: that of a worker's own part, with zeros around it, plus that
-of the strips around the part is that of all that the worker reads. So the part is not copied into a
-larger tensor, and it is convolved while the strips are on their way. Their share concerns only the
-outputs near the border.
+A convolution is linear in its input: the result is the convolution of a worker's own part, padded
+with zeros, plus the convolution of the strips around it. So the part is not copied into a larger
+tensor, and it is convolved while the strips are in transit. The strips only affect the outputs near
+the border.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from tessel.core.windows import ReceptiveField, Window
 from tessel.tensor.windowed import Numbers, Windowed
 from tessel.transport import kept_in_job
 
-# the convolution of a part with this padding; of a strip with some taps along a dimension, too
+# the convolution of a part with a padding; that of a strip, also with the taps along a dimension
 OfPart = Callable[[Tensor, Numbers], Tensor]
 OfStrip = Callable[[Tensor, Numbers, int, Interval], Tensor]
 
-LEAST_VALUES = 1 << 15  # of a worker's part, below which a copy of it is cheaper
-# On a GPU the strips take some fifteen launches more, in which it copies about so much.
+LEAST_VALUES = 1 << 15  # in a worker's part; a smaller one is copied faster
+# The strips take some fifteen launches more; in this time a GPU copies about as many values.
 LEAST_VALUES_ON_GPU = 1 << 25
-LEAST_RATIO = 4  # of a part to the weight, whose gradient is summed over the strips
-LARGEST_SHARE = 0.25  # of the outputs that strips may concern
+LEAST_RATIO = 4  # of a part's size to that of the weight, whose gradient is summed over strips
+LARGEST_SHARE = 0.25  # of outputs that read strips
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One side of a part: a strip there, and the outputs that read it.
+    """One side of a part: the strip beside it, and the outputs that read the strip.
 
     Attributes:
         dim: the dimension, counted from the end.
-        outputs: which of this worker's outputs along it.
-        taps: which entries of the kernel along it reach into the strip.
-        strip: what is read.
-        padding: for torch's convolution of the strip.
+        outputs: the outputs along it, counted on this worker.
+        taps: the entries of the kernel along it that reach into the strip.
+        strip: the box that is read.
+        padding: the padding for torch's convolution of the strip.
     """
 
     dim: int
@@ -59,9 +59,9 @@ class Stripped:
     """A convolution by strips.
 
     Attributes:
-        padding: for torch's convolution of this worker's own part.
-        edges: what is added to its result.
-        halo: what brings the strips.
+        padding: the padding for torch's convolution of this worker's own part.
+        edges: the sides whose results are added.
+        halo: the operator that fetches the strips.
     """
 
     padding: Numbers
@@ -69,7 +69,7 @@ class Stripped:
     halo: Halo
 
     def apply(self, x: Tensor, of_part: OfPart, of_strip: OfStrip) -> Tensor:
-        """This worker's outputs; the bias is added by `of_part` alone."""
+        """This worker's outputs; only `of_part` adds the bias."""
         halo = AsyncHalo(self.halo)
         own, token = halo.start(x)
         y = of_part(own, self.padding)
@@ -77,9 +77,9 @@ class Stripped:
         for edge, strip in zip(self.edges, self.halo.split(flat), strict=True):
             rows = constant(tuple(range(*edge.outputs)), torch.int64, x.device)
             y = y.index_add_(edge.dim, rows, of_strip(strip, edge.padding, edge.dim, edge.taps))
-        if not self.edges:  # others may still read of this part: it hangs on the halo, too
+        if not self.edges:  # others may still read this part: the result depends on the halo
             none = constant((), torch.int64, x.device)
-            nothing = anchored_zeros((*y.shape[:-1], 0), flat).to(y.dtype)  # perhaps of autocast
+            nothing = anchored_zeros((*y.shape[:-1], 0), flat).to(y.dtype)  # autocast may change it
             y = y.index_add_(-1, none, nothing)
         return y
 
@@ -88,14 +88,14 @@ class Stripped:
 def stripped(
     source: Layout, target: Layout, windows: tuple[Window, ...], least: int, share: float
 ) -> Stripped | None:
-    """How to convolve by strips, or None if that is not possible on all workers, or not worth it.
+    """The convolution by strips; None if any worker cannot compute it, or if it is slower.
 
     Args:
-        source: where the input lies.
-        target: where the outputs shall lie.
-        windows: along each dimension of space.
-        least: how many values a worker's part must have for it to be worth it.
-        share: the largest share of outputs that strips may concern.
+        source: the layout of the input.
+        target: the layout of the outputs.
+        windows: the window along each dimension of space.
+        least: the least number of values in a worker's part.
+        share: the largest share of outputs that may read strips.
     """
     D = len(windows)
     lead = len(source.shape) - D
@@ -115,7 +115,7 @@ def stripped(
     }
     if not split or any(each is None for parts in sides.values() for each in parts):
         return None
-    # how many outputs read something of others, as a share of all along each dimension
+    # the number of outputs that read values of others along each dimension
     concerned = {
         d: sum(stop - start for each in sides[d] if each for start, stop in (each.left, each.right))
         for d in split
@@ -138,7 +138,7 @@ def stripped(
 
 @dataclass(frozen=True)
 class _Side:
-    """Along one dimension, for one part: torch's padding, and the outputs that read others."""
+    """For one part, along one dimension: torch's padding, and the outputs that read other parts."""
 
     padding: int
     left: Interval
@@ -146,7 +146,7 @@ class _Side:
 
 
 def _side(window: Window, part: Interval, outputs: Interval, length: int) -> _Side | None:
-    """None if torch's convolution of the part alone does not give as many outputs."""
+    """The sides of a part; None if torch's convolution of it has another number of outputs."""
     (a, b), (i, j) = part, outputs
     padding = a - window.first(i)
     span = window.dilation * (window.kernel - 1) + 1
@@ -155,7 +155,7 @@ def _side(window: Window, part: Interval, outputs: Interval, length: int) -> _Si
     if (b - a + 2 * padding - span) // window.stride + 1 != j - i:
         return None
     first = max(i, ceil((b - window.last(0)) / window.stride))  # the first that reads b or more
-    stop = min(j, ceil((a - window.first(0)) / window.stride))  # behind the last that reads below a
+    stop = min(j, ceil((a - window.first(0)) / window.stride))  # after the last that reads below a
     left = (i, stop) if a > 0 and stop > i else (i, i)
     right = (first, j) if b < length and first < j else (j, j)
     return _Side(padding, left, right)
@@ -181,7 +181,7 @@ class _Geometry:
         return side
 
     def padding(self, worker: int) -> Numbers:
-        """For torch's convolution of a worker's own part."""
+        """The padding for torch's convolution of a worker's own part."""
         return tuple(
             self.side(worker, d).padding if self._is_split(d) else window.before
             for d, window in enumerate(self.windows)
@@ -191,8 +191,11 @@ class _Geometry:
         return self.source.is_split(self.lead + d)
 
     def edges(self, worker: int) -> tuple[Edge, ...]:
-        """The edges of a worker, dimension by dimension: those before as they are, those behind
-        with all that is read."""
+        """The edges of a worker, dimension by dimension.
+
+        The strip of an edge spans the own part along earlier dimensions, and along later ones
+        everything that the worker reads.
+        """
         found = []
         for d in range(len(self.windows)):
             if self._is_split(d):
@@ -208,7 +211,7 @@ class _Geometry:
         padding = list(self.padding(worker))
         taps = (0, 0)
         box: list[Interval] = list(own)
-        covered: list[Interval] = list(own)  # with room for zeros
+        covered: list[Interval] = list(own)  # the box with zeros around it
         for e in range(d, len(self.windows)):
             dim = self.lead + e
             if e == d:
@@ -221,7 +224,7 @@ class _Geometry:
                 else:
                     reach = ceil((own[dim][0] - first) / window.dilation)
                     taps = 0, min(window.kernel, reach)
-                # what these outputs read through these entries of the kernel
+                # the inputs of these outputs through these entries of the kernel
                 covered[dim] = (
                     first + window.dilation * taps[0],
                     last + window.dilation * (taps[1] - 1) + 1,

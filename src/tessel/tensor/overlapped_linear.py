@@ -1,6 +1,4 @@
-"""Products with a part of a weight: gradients are sent while others are computed, and little memory
-is taken beside them.
-"""
+"""Products with a part of a weight, with overlapped gradients and little memory."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tessel.core.move import Move
 from tessel.core.shared import Replicate
 from tessel.tensor.table import outlining
 
-# Columns that are computed at once, by each thread: fewer cost time, more cost memory.
+# Columns that each thread computes at once: fewer take more time, more take more memory.
 _COLUMNS = 1024
 _FEW_ROWS = 128
 
@@ -27,10 +25,10 @@ class PartialProduct:
     Gradients:  of x, Σ_k g_k W̄_k over the workers k that share it;  of W_k, g_kᵀ x̄;  of b_k, g_k
     over all rows.
 
-    The sum is started before the gradient of the weight is computed, and waited for afterwards.
+    The sum starts before the gradient of the weight is computed, and is awaited afterwards.
 
     Args:
-        use: how the workers use the x that they share; its adjoint is the sum. None if each worker
+        use: the use of an x that the workers share; its adjoint is the sum. None if each worker
             has an x of its own.
     """
 
@@ -60,10 +58,10 @@ class PartialProduct:
         records = torch.is_grad_enabled()
         wait = None
         if isinstance(total, Move) and share is not None and not records:
-            wait, share = total.start(share), None  # freed as soon as it is sent
+            wait, share = total.start(share), None  # to free it as soon as it is sent
         if self.use is not None and needs_weight and records:
-            # each worker uses the shared x for the gradient of its own rows: what that is derived
-            # by x is summed again
+            # each worker uses the shared x for the gradient of its own rows: the derivatives of
+            # this by x are summed, too
             x = record(self.use, x, anchor=anchor)
         of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
@@ -75,14 +73,14 @@ class PartialProduct:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A tensor of any number of dimensions as a matrix of its last one."""
+    """A tensor as a matrix, with all dimensions but the last as one."""
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def times(x: Tensor, columns: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x A + b, for a matrix A, some columns at a time where x has few rows.
+    """x A + b, for a matrix A, some columns at a time if x has few rows.
 
-    MKL copies all columns of one product, if there are few rows, to memory that it keeps.
+    For few rows, MKL copies all columns of one product to memory that it keeps.
     """
     num_columns, step = columns.shape[1], _COLUMNS * torch.get_num_threads()
     if torch.is_grad_enabled() or not _has_many_columns(x, num_columns):
@@ -99,30 +97,30 @@ def times(x: Tensor, columns: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _has_many_columns(x: Tensor, num_columns: int) -> bool:
-    """Whether `times` takes less memory for a product in several steps."""
+    """Whether `times` needs less memory in several steps."""
     is_real = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
     few = 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
     return is_real and few and num_columns >= 2 * _COLUMNS * torch.get_num_threads()
 
 
 def can_overlap(x: Tensor, weight: Tensor) -> bool:
-    """Whether messages may travel while a product is derived: in plain reverse mode."""
+    """Whether messages can be sent during a product's backward: only in plain reverse mode."""
     return x.requires_grad and _is_plain(weight)
 
 
 def takes_steps(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product, or its gradient, takes less memory in several steps."""
+    """Whether a product, or its gradient, needs less memory in several steps."""
     needs_grad = x.requires_grad or weight.requires_grad
     return needs_grad and _has_many_columns(x, max(weight.shape)) and _is_plain(weight)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether autograd alone derives what is computed now, and nothing changes its dtype."""
+    """Whether only autograd differentiates what is computed, and autocast changes no dtype."""
     if not torch.is_grad_enabled() or outlining.get() or in_transform() or is_compiling():
         return False
     return not torch.is_autocast_enabled(weight.device.type)
 
 
 def multiply_part(use: Replicate | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product, so that the gradient of x travels while that of the weight is computed."""
+    """The product, whose gradient of x is sent while that of the weight is computed."""
     return record_product(PartialProduct(use), x, weight, bias)

@@ -1,4 +1,4 @@
-"""Padding that wraps around: a tensor that goes on at its other end."""
+"""Circular padding: a tensor continued with values of its other end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class PeriodicHalo(LinearOperator):
     Forward:  y[i] = x[(i − before) mod n] for i < before + n + after.
 
     The worker with the first part also stores the last values of the tensor, the one with the last
-    part the first values: both ends travel in one exchange. Where the dimension is whole on each
-    worker, nothing does.
+    part the first values: both ends are sent in one exchange. If the dimension is whole on each
+    worker, nothing is sent.
 
     Args:
-        source: where the tensor lies.
+        source: the layout of the tensor.
         dim: the dimension.
-        before, after: how many values are put before and behind it, at most n each.
+        before, after: the numbers of values before and after it, at most n each.
     """
 
     def __init__(self, source: Layout, dim: int, before: int, after: int) -> None:
@@ -34,7 +34,7 @@ class PeriodicHalo(LinearOperator):
         widths[0][dim], widths[1][dim] = before, after
         longer = source.embedded(*widths)
         axes, parts = longer.cuts[dim].axes, list(longer.cuts[dim].intervals)
-        # The values that are put before belong to the first part, those behind to the last.
+        # The values before it belong to the first part, those after it to the last.
         parts[0] = (0, parts[0][1])
         parts[-1] = (parts[-1][0], longer.shape[dim])
         self.codomain = longer.recut(dim, Cut(axes, tuple(parts)))
@@ -58,13 +58,13 @@ class PeriodicHalo(LinearOperator):
             x.narrow(dim, 0, self.after).add_(y.narrow(dim, self.before + own, self.after))
             return x
         width, is_first = ends.codomain.local_shape[dim], self._is_first
-        # What the movement gives back is a tensor of its own, so that the rest is added in place.
+        # The adjoint movement returns a new tensor, so the rest can be added in place.
         back = ends.H._apply(y.narrow(dim, 0 if is_first else own, width))
         return back.add_(y.narrow(dim, width if is_first else 0, own))
 
     @cached_property
     def _ends(self) -> Move | None:
-        """What brings the last values to the first place, and the first to the last."""
+        """The movement of the last values to the first place, and of the first to the last."""
         length, cut = self.domain.shape[self.dim], self.domain.cuts[self.dim]
         between = len(cut.intervals) - 2
         if between < 0:
@@ -80,5 +80,5 @@ class PeriodicHalo(LinearOperator):
 
 @kept_in_job
 def periodic_halo(source: Layout, dim: int, before: int, after: int) -> PeriodicHalo:
-    """A tensor in the layout `source` continued periodically."""
+    """The operator that continues a tensor in the layout `source` periodically."""
     return PeriodicHalo(source, dim, before, after)

@@ -1,11 +1,11 @@
 """Pointwise convolutions, with kernels of one value, in the form that torch computes fastest.
 
-With a stride s they read every s-th value. These are taken out and convolved without a stride, as
-torch's gradient of the input of a strided convolution takes up to twice as long.
+With a stride s they read every s-th value. These are selected first and convolved without a stride,
+since torch's input gradient of a strided convolution takes up to twice as long.
 
 With one thread torch computes a matrix product for each sample. For small images with many channels
-oneDNN's one product of all samples is faster. A dilation does not change what a kernel of one value
-computes, but with one torch takes oneDNN.
+oneDNN's single product for all samples is faster. A dilation does not change the result of a kernel
+of one value, but lets torch use oneDNN.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 # Measured with one thread, forward and backward: oneDNN takes 5 to 20 percent less time within
-# these bounds, and more outside of them. From 16 samples on torch takes it anyway.
+# these bounds, and more outside of them. From 16 samples on torch uses it anyway.
 _LEAST_SAMPLES, _LEAST_CHANNELS, _MOST_POSITIONS = 4, 256, 128
 
 
 def convolve_pointwise(
     function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...]
 ) -> Tensor:
-    """What torch's function computes with this stride, without padding and groups."""
+    """The convolution with this stride, without padding and groups."""
     if max(stride) > 1:
         read: tuple[Any, ...] = (..., *(slice(None, None, step) for step in stride))
         x = x[read].contiguous()

@@ -1,13 +1,13 @@
 """Recurrence along a split sequence: states are passed on from worker to worker, in a pipeline.
 
-Each worker keeps its time steps of the sequences. The samples are cut into chunks. In step s the
+Each worker has some time steps of the sequences. The samples are cut into chunks. In step s the
 worker at place p of the sequence takes chunk s - p through its time steps, from the state that the
-place before has sent: while one worker has the second half of the samples, the next one has the
-first half. What travels is one state of each sample for each border between parts.
+previous place has sent: while one worker computes the second half of the samples, the next one
+computes the first half. The data sent are one state of each sample for each border between parts.
 
-A state is passed on by a `Move`: in step s the states of all places, one behind the other along the
-samples, are one tensor, of which every place gets the piece of the place before. So derivatives go
-back along the same way, in the same pipeline, and each worker makes the same movements.
+A state is passed on by a `Move`: in step s the states of all places, concatenated along the
+samples, are one tensor, of which each place gets the piece of the previous one. So gradients return
+along the same way, in the same pipeline, and each worker makes the same movements.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tessel.core.shared import anchored_zeros
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
-# What the samples of a place do in a chunk: from its input and states to its output and states.
+# The recurrence of a chunk at one place: from its input and states to its output and states.
 Compute = Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How states travel along a sequence.
+    """The way of states along a sequence.
 
     Args:
-        layout: of the input; sequence and samples may be split.
+        layout: the layout of the input; sequence and samples may be split.
         time: the dimension of the sequence.
-        batch: that of the samples.
-        backward: whether the recurrence goes from the end of the sequence to its beginning.
-        num_chunks: into how many chunks the samples of a worker are cut; some may be empty.
+        batch: the dimension of the samples.
+        backward: whether the recurrence runs from the end of the sequence to its beginning.
+        num_chunks: the number of chunks of a worker's samples; some may be empty.
     """
 
     layout: Layout
@@ -49,7 +49,7 @@ class Pipeline:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The places along the axes of the sequence in the order in which states pass them."""
+        """The places along the axes of the sequence, in the order in which states visit them."""
         intervals = self.layout.cuts[self.time].intervals
         found = sorted(range(len(intervals)), key=lambda place: intervals[place])
         return tuple(reversed(found) if self.backward else found)
@@ -60,24 +60,24 @@ class Pipeline:
 
     @cached_property
     def rank(self) -> int:
-        """How many places states have passed before they come here."""
+        """The number of places that states visit before this worker."""
         index = self.layout.partition.index
         assert index is not None
         return self.order.index(self.layout.places(index)[self.time])
 
     def chunk(self, samples: Interval, number: int) -> Interval:
-        """A chunk of some samples, counted from their first; an empty one for other numbers."""
+        """A chunk of some samples, counted from their first; empty for other numbers."""
         if not 0 <= number < self.num_chunks:
             return 0, 0
         return boxes.balanced(samples[1] - samples[0], self.num_chunks)[number]
 
     def held_at(self, rank: int, depth: int, width: int) -> Layout:
-        """States of all samples where states begin, or end: at one place of the sequence.
+        """The layout of the states of all samples at one place, where they begin or end.
 
         Args:
-            rank: of the place.
-            depth: how many states a sample has, one for each layer.
-            width: of a state.
+            rank: the rank of the place.
+            depth: the number of states of a sample, one for each layer.
+            width: the length of a state.
         """
         intervals = [
             (start, stop if place == self.order[rank] else start)
@@ -88,14 +88,14 @@ class Pipeline:
 
     @kept_in_job
     def by_samples(self, shape: Shape) -> Layout:
-        """States that lie as the samples do, and are the same along all other axes."""
+        """The layout of states that are split like the samples, and shared along all other axes."""
         grid, cut = self.layout.partition, self.layout.cuts[self.batch]
         shared = tuple(axis for axis in range(grid.dim) if axis not in cut.axes)
         return Layout(grid, shape, (Cut.whole(shape[0]), cut, Cut.whole(shape[2])), shared)
 
     @kept_in_job
     def shift(self, step: int, depth: int, width: int) -> tuple[Layout, Layout]:
-        """How states lie after a step, and before the next."""
+        """The layouts of states after a step, and before the next one."""
         places, at = range(len(self.order)), {p: q for q, p in enumerate(self.order)}
         own: list[Interval] = []
         before: list[Interval] = []
@@ -115,7 +115,7 @@ class Pipeline:
         )
 
     def _states(self, intervals: Sequence[Interval], length: int, depth: int, width: int) -> Layout:
-        """Of (layers, samples, features), the samples cut by all axes of samples and sequence."""
+        """A layout of (layers, samples, features): axes of samples and sequence cut the samples."""
         axes = (*self.layout.cuts[self.batch].axes, *self.layout.cuts[self.time].axes)
         cuts = (Cut.whole(depth), Cut(axes, tuple(intervals)), Cut.whole(width))
         return replace(self.layout, shape=(depth, length, width), cuts=cuts)
@@ -123,26 +123,26 @@ class Pipeline:
 
 @kept_in_job
 def pipeline(layout: Layout, time: int, batch: int, backward: bool) -> Pipeline:
-    """The way of states along a sequence that is split."""
+    """The pipeline along a split sequence."""
     most = max(stop - start for start, stop in layout.cuts[batch].intervals)
-    # As many chunks as places: with more, workers would wait less at the ends, and longer for
-    # torch, whose small products of a time step take as long as larger ones.
+    # As many chunks as places: with more, workers would idle less at both ends, but compute longer,
+    # since torch takes as long for small products of a time step as for larger ones.
     return Pipeline(layout, time, batch, backward, min(most, len(layout.cuts[time].intervals)))
 
 
 class Wave:
     """One recurrence over this worker's time steps, chunk by chunk.
 
-    Every movement hangs on the one before, and the results hang on the last one, also on workers
-    that have nothing to compute in a step: all of them come to all movements in a backward pass.
+    Each movement depends on the previous one, and the results depend on the last one, also on
+    workers without work in a step: so all of them take part in all movements of a backward pass.
 
     Args:
-        way: how states travel.
+        way: the way of states.
         x: this worker's part of the input.
-        states: what the first place begins with; empty on others.
-        anchors: all that the recurrence is computed from.
-        width: of the output.
-        compute: what torch does with a chunk.
+        states: the initial states at the first place; empty at others.
+        anchors: all tensors that the recurrence is computed from.
+        width: the number of features of the output.
+        compute: torch's recurrence of a chunk.
     """
 
     def __init__(
@@ -161,17 +161,17 @@ class Wave:
         box = way.layout.box()
         assert box is not None
         self.samples = box[way.batch]
-        # at once: a gradient of each piece by itself would be one of all of the input
+        # by one split: the gradient of each single slice would have the size of the input
         lengths = [b - a for a, b in (way.chunk(self.samples, k) for k in range(way.num_chunks))]
         self.chunks = x.split(lengths, way.batch)
         self.firsts = [each.split(lengths, 1) if way.rank == 0 else () for each in states]
-        self.token = anchored_zeros((), *anchors)  # what came last hangs on it
+        self.token = anchored_zeros((), *anchors)  # depends on the last movement
         self.received: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self.ends: list[list[torch.Tensor]] = []
 
     def step(self, number: int) -> None:
-        """Compute a chunk, if this worker has one in this step."""
+        """Compute the chunk of this worker, if it has one in this step."""
         way = self.way
         start, stop = way.chunk(self.samples, number - way.rank)
         if start == stop:
@@ -183,13 +183,13 @@ class Wave:
         x = self.chunks[number - way.rank]
         if x.shape[way.time]:
             y, *self.passed = self.compute(x, given)
-        else:  # no time steps here: states pass through
+        else:  # no time steps here: states are passed on unchanged
             y, self.passed = self._nothing(stop - start), given
         self.outputs.append(y)
         self.ends.append(self.passed)
 
     def exchange(self, number: int) -> None:
-        """Pass the states on, and get those for the next step, in one message."""
+        """Pass the states on, and receive those for the next step, in one movement."""
         if number >= self.way.num_steps - 1:
             return
         between = move(*self.way.shift(number, self.depth, sum(self.widths)))
@@ -198,8 +198,8 @@ class Wave:
         self.received = list(found.split(self.widths, -1))
 
     def result(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """This worker's part of the output, and the last states, empty but at the last place."""
-        # an empty piece behind the others costs nothing, and hangs on all that came
+        """This worker's part of the output, and the last states, which only the last place has."""
+        # a final empty piece costs nothing, and depends on all movements
         y = torch.cat([*self.outputs, self._nothing(0)], self.way.batch)
         is_last = self.way.rank == len(self.way.order) - 1
         ends = [each for each in self.ends if is_last]
@@ -213,7 +213,7 @@ class Wave:
 
 
 def run_together(*waves: Wave) -> None:
-    """Let waves go their ways, which may be opposite ones, step by step."""
+    """Run waves, possibly in opposite directions, step by step."""
     for number in range(waves[0].way.num_steps):
         for each in waves:
             each.step(number)

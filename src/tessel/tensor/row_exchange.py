@@ -1,13 +1,13 @@
-"""Rows that cross parts: what workers read from each other's part of a dimension, and write to it.
+"""Rows that cross parts: workers read rows of a dimension from each other's parts, and write them.
 
-An index says which rows these are, so values decide here what travels, and every worker has to know
-how many rows go from whom to whom. If all workers have the whole index, each works that out by
-itself. Else they tell each other how many rows they ask for, and then, only where somebody asks,
-which ones.
+An index selects the rows, so values decide here what is sent, and every worker must know how many
+rows each of them sends to each other. If all workers have the whole index, each computes this by
+itself. Else they tell each other how many rows they request, and then, only if there are any, which
+ones.
 
 The exchange is a sum over shifts: at shift s, the worker at place p reads rows of the one at place
 p + s. Each term is a `Move` between two layouts of the rows, by owner and by reader, and its
-adjoint takes rows back to their owners. So rows that are read are derived as rows that are added.
+adjoint returns rows to their owners. So the gradient of reading rows is adding rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Counts = tuple[tuple[int, ...], ...]
 
 
 def owners(index: Tensor, intervals: Sequence[Interval]) -> Tensor:
-    """In which of some consecutive intervals each index lies."""
+    """The number of the interval, among consecutive ones, that contains each index."""
     stops = constant(tuple(stop for _, stop in intervals), torch.int64, index.device)
     # the first interval that ends behind an index: empty ones before it end at its start
     return torch.searchsorted(stops, index.contiguous(), right=True)
@@ -48,12 +48,12 @@ def place_of(partition: Partition, axes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Which rows each worker reads from, or writes to, the part of each other.
+    """The rows that each worker reads from, or writes to, the part of each other.
 
     Attributes:
         partition: the workers.
-        axes: along which they have rows of their own.
-        counts: for each place along the axes, how many rows it reads from each other.
+        axes: the axes along which they have rows of their own.
+        counts: for each place along the axes, the numbers of rows that it reads from each place.
         given: for each place, the rows of this worker's part that it reads, counted in the part.
     """
 
@@ -76,11 +76,11 @@ class RowExchange:
 
         Args:
             partition: the workers.
-            rows: how the rows lie; parts must be consecutive.
-            reader: the place of the worker that reads, for each entry of the index.
-            index: the rows, as numbers of the whole, in one dimension.
-            distinct: whether a worker reads a row once, however often it asks for it. If not, rows
-                come in the order of the index for each owner.
+            rows: the cut of the rows; parts must be consecutive.
+            reader: the place of the reading worker, for each entry of the index.
+            index: the rows, counted in the whole, a 1-d tensor.
+            distinct: whether a worker reads a row once, even if it requests it several times. If
+                not, rows are in the order of the index for each owner.
         """
         n, place = len(rows.intervals), place_of(partition, rows.axes)
         owner = owners(index, rows.intervals)
@@ -111,17 +111,18 @@ class RowExchange:
         *,
         distinct: bool,
     ) -> tuple[RowExchange, Tensor]:
-        """The exchange for what this worker wants, and the order in which its rows come.
+        """The exchange for the rows that each worker requests, and the order in which they arrive.
 
         Args:
             partition: the workers.
-            axes: along which workers have rows of their own; along the others they ask alike.
-            owner: the place of the owner of each row that this worker wants.
+            axes: the axes along which workers have rows of their own; along others their requests
+                are equal.
+            owner: the place of the owner of each row that this worker requests.
             row: the same rows, counted in the part of the owner.
-            distinct: whether to read a row once, however often this worker asks for it.
+            distinct: whether to read a row once, even if this worker requests it several times.
 
         Returns:
-            The exchange, and for each row that was asked for its place among those that come.
+            The exchange, and for each request the position of its row among those that arrive.
         """
         one_each = _one_each(partition, axes)
         (n,), place = one_each.shape, place_of(partition, axes)
@@ -152,11 +153,11 @@ class RowExchange:
         return place_of(self.partition, self.axes)
 
     def read(self, part: Tensor, layout: Layout, dim: int) -> Tensor:
-        """The rows that this worker asked for, by owner, from its part and those of others.
+        """The rows that this worker requested, by owner, from its part and those of others.
 
         Args:
             part: this worker's part.
-            layout: how the tensor lies; its dimension `dim` is split along the axes.
+            layout: the layout of the tensor; its dimension `dim` is split along the axes.
             dim: the dimension of the rows.
         """
         # its own rows, in all places: where others come they are replaced, elsewhere left out
@@ -167,11 +168,11 @@ class RowExchange:
         return _joined([found[k] for k in range(len(found)) if self._comes(self.place, k)], dim)
 
     def write(self, values: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Tensor]:
-        """Rows for this worker's part, from all that write there: where they belong, and the rows.
+        """The rows that all workers write to this worker's part: their indices there, and the rows.
 
         Args:
-            values: what this worker writes, in the order in which it would read these rows.
-            layout: how the tensor lies to which rows are written.
+            values: the rows that this worker writes, in the order in which it would read them.
+            layout: the layout of the tensor that rows are written to.
             dim: the dimension of the rows.
         """
         pieces = values.split(self.counts[self.place], dim)
@@ -183,11 +184,11 @@ class RowExchange:
         return rows, _joined([found[k] for k in come], dim)
 
     def _comes(self, reader: int, owner: int) -> bool:
-        """Whether there is a tensor of what one reads of another; of itself there always is."""
+        """Whether there is a tensor of rows that one reads from another, or from itself."""
         return reader == owner or self._lengths((owner - reader) % len(self.counts)) is not None
 
     def _shifts(self) -> Iterator[tuple[int, int, int]]:
-        """Shifts at which anything travels, with the place that is read from and that of a reader.
+        """The shifts at which anything is sent, each with the places of the owner and the reader.
 
         All workers know all counts, so they skip the same shifts.
         """
@@ -197,7 +198,7 @@ class RowExchange:
                 yield shift, (self.place + shift) % n, (self.place - shift) % n
 
     def _lengths(self, shift: int) -> tuple[int, ...] | None:
-        """How many rows each place reads at a shift; None if nobody reads any."""
+        """The number of rows that each place reads at a shift; None if there are none."""
         n = len(self.counts)
         lengths = tuple(self.counts[k][(k + shift) % n] for k in range(n))
         return lengths if any(lengths) else None
@@ -210,7 +211,7 @@ class RowExchange:
 
 
 def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """One after the other; torch's derivative of `cat` is a constant for empty rows of numbers."""
+    """The concatenation; torch's derivative of `cat` is a constant for empty 1-d tensors."""
     return torch.cat([each.unsqueeze(-1) for each in pieces], dim).squeeze(-1)
 
 
@@ -229,7 +230,7 @@ def _shifted(
 
 @kept_in_job
 def _one_each(partition: Partition, axes: tuple[int, ...]) -> Layout:
-    """A number for each place along some axes."""
+    """The layout of one number for each place along some axes."""
     n = 1
     for axis in axes:
         n *= partition.shape[axis]
@@ -238,7 +239,7 @@ def _one_each(partition: Partition, axes: tuple[int, ...]) -> Layout:
 
 @torch.no_grad()
 def told(partition: Partition, axes: tuple[int, ...], numbers: Tensor) -> Any:
-    """What the workers along some axes say, a row of numbers each, on all of them."""
+    """All-gather a row of numbers of each worker along some axes."""
     one_each = _one_each(partition, axes)
     (n,), (cut,) = one_each.shape, one_each.cuts
     rows = Layout.of_cuts(partition, (n, len(numbers)), (cut, Cut.whole(len(numbers))))

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from tessel.core.agreement import agree
 from tessel.core.partition import Outline, Partition
 
-# The upper bits of seeds that all workers have. A generator knows its seed, also when a checkpoint
-# has put it back into an earlier state to compute something again.
+# The upper bits of seeds that all workers have. A generator keeps its seed, also when a checkpoint
+# has restored an earlier state to compute something again.
 _SIGN = 0x7E55E1
 _BITS = 40
 
@@ -26,7 +26,7 @@ NO_DRAWING = (
 
 
 def capturing() -> bool:
-    """Whether calls are recorded in a CUDA graph, rather than run."""
+    """Whether calls are captured in a CUDA graph instead of run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -36,19 +36,19 @@ def common_seed(number: int) -> int:
 
 
 def has_common_seed(generator: torch.Generator | None = None) -> bool:
-    """Whether torch's generator was seeded so: random numbers are those of a converted model.
+    """Whether a generator was seeded by a common seed, as in converted models.
 
     Args:
-        generator: another one than torch's own.
+        generator: the generator; None for torch's own.
     """
     return (generator or torch.default_generator).initial_seed() >> _BITS == _SIGN
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generators, as `torch.manual_seed` does: that of the CPU, and of accelerators.
+    """Seed torch's generators of the CPU and of the accelerator, as `torch.manual_seed` does.
 
-    For each other kind of device, which may still come, `torch.manual_seed` would keep the seed
-    together with the stack of the caller, which takes a millisecond of every call of a model.
+    For every other kind of device, which might be initialized later, `torch.manual_seed` would also
+    store the seed with the stack of the caller, which takes a millisecond of each call of a model.
     """
     torch.default_generator.manual_seed(seed)
     kind = torch.accelerator.current_accelerator(check_available=True)
@@ -59,12 +59,12 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int, *devices: torch.device) -> Iterator[None]:
-    """Let torch's generators draw from a seed; after the block they go on as if nothing was.
+    """Seed torch's generators temporarily; after the block they have their former states.
 
     Args:
-        seed: the same on all workers, if they are to draw the same.
-        devices: whose generators too, besides that of the CPU. Others are left alone, which
-            `torch.manual_seed` would seed as well, and nobody restore.
+        seed: the seed, equal on all workers that are to draw the same numbers.
+        devices: devices besides the CPU whose generators are seeded, too. Others are left alone:
+            `torch.manual_seed` would seed them, and nothing would restore them.
     """
     gpus = [each for each in devices if each.type == "cuda"]
     with torch.random.fork_rng(gpus):
@@ -78,14 +78,14 @@ def seeded(seed: int, *devices: torch.device) -> Iterator[None]:
 def common_number(
     partition: Partition, generator: torch.Generator | None = None, device: Any = None
 ) -> int:
-    """A random number that all workers have: each draws one, and that of the first counts.
+    """A random number that all workers have: each draws one, and that of the first worker is used.
 
-    Where generators are known to be in the same state nothing has to be sent.
+    Nothing is sent if generators are known to be in the same state.
 
     Args:
         partition: the workers.
-        generator: which one draws; None for torch's own.
-        device: for which it draws; torch has a generator draw for its own kind of device only.
+        generator: the generator that draws it; None for torch's own.
+        device: the device of the numbers; torch requires a generator of the same kind of device.
     """
     if generator is not None:
         kind = torch.device("cpu" if device is None else device).type
@@ -100,7 +100,7 @@ def common_number(
 
     if isinstance(partition, Outline):
         with unset_fake_temporarily():
-            return draw()  # generators stay in step
+            return draw()  # to keep generators in step
     if capturing():
         raise NotImplementedError(NO_DRAWING)
     number = draw()

@@ -1,9 +1,9 @@
 """The table: what torch's functions do with spread tensors.
 
-A rule says which layouts of the operands it needs, what is computed on the parts, and how the
-result lies. What moves are `Move`s, so every derivative is right by construction. Everything a rule
-decides it decides by layouts and plain values, which are the same on all workers: so all workers
-make the same movements in the same order, and nothing has to be agreed on.
+A rule determines which layouts of the operands it needs, what is computed on the parts, and the
+layout of the result. All movements are `Move`s, so every derivative is correct by construction. A
+rule decides everything by layouts and plain values, which are the same on all workers: so they make
+the same movements in the same order, and need not agree on anything.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Settings = dict[str, Any]
 Rule = Callable[[str, Any, Arguments, Settings], Any]
 
 RULES: dict[str, Rule] = {}
-FOUND: dict[Any, tuple[str, Rule]] = {}  # by torch's functions, what was found for them before
+FOUND: dict[Any, tuple[str, Rule]] = {}  # the names and rules of torch functions called before
 PLAIN: set[str] = set()  # names of functions whose rules take a plain tensor as the first argument
 
-# the workers of the converted model that runs now
+# the workers of the converted model that is running
 running: ContextVar[Partition | None] = ContextVar("running", default=None)
 
-# whether a rule is followed without values, on a worker that has none
+# whether a rule is followed on a worker without values
 outlining: ContextVar[bool] = ContextVar("outlining", default=False)
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs, in which a checkpoint may compute something again."""
+    """Whether a backward pass is running, in which a checkpoint may recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_checkpoint() -> bool:
-    """Whether a checkpoint runs, which will compute again what is computed now."""
+    """Whether a checkpoint is running, which will recompute the current calls."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
 
@@ -56,8 +56,8 @@ def in_checkpoint() -> bool:
 def rule(*names: str, plain: bool = False) -> Callable[[Rule], Rule]:
     """Enter a rule for the torch functions of these names.
 
-    Its first argument is a spread tensor, or a list with one; a plain tensor is made a shared one
-    before, unless the rule can take it as it is.
+    Its first argument is a spread tensor, or a list with one; a plain tensor is first made a shared
+    one, unless `plain` says that the rule accepts it.
 
     The name of a method, a function or an operator is its `__name__`; that of a property has `get`
     or `set` before it.
@@ -73,11 +73,11 @@ def rule(*names: str, plain: bool = False) -> Callable[[Rule], Rule]:
 
 
 class UnsupportedError(NotImplementedError):
-    """That a function has no rule for such layouts."""
+    """A function has no rule for the layouts of its operands."""
 
 
 def unsupported(name: str, why: str, *layouts: Layout) -> UnsupportedError:
-    """What to raise for a function that has no rule for such layouts."""
+    """The error to raise for a function without a rule for these layouts."""
     held = ", ".join(map(str, layouts))
     place = "in a converted model" if running.get() is not None else "of a spread tensor"
     return UnsupportedError(
@@ -87,7 +87,7 @@ def unsupported(name: str, why: str, *layouts: Layout) -> UnsupportedError:
 
 
 def check_not_nested(name: str, *values: Any) -> None:
-    """Raise if a tensor is nested, as those of `torch.nested` are."""
+    """Raise if any tensor is nested (`torch.nested`)."""
     if any(each.is_nested for each in tensors(*values)):
         raise NotImplementedError(
             f"torch's `{name}` of a spread tensor: nested tensors (torch.nested) have no shape "
@@ -97,7 +97,7 @@ def check_not_nested(name: str, *values: Any) -> None:
 
 
 def tensors(*values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in arguments, also in lists, tuples and dictionaries."""
+    """All tensors in arguments, including those in lists, tuples and dictionaries."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -118,7 +118,7 @@ def held_layouts(*values: Any) -> list[Layout]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same lists, tuples and dictionaries with other members, also of classes of their own."""
+    """Map the members of nested lists, tuples and dictionaries, and of subclasses of these."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind([mapped(change, each) for each in value])
@@ -127,21 +127,21 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, list | tuple | dict) and kind is not torch.Size:
         old = list(value.values() if isinstance(value, dict) else value)
         new = [mapped(change, each) for each in old]
-        # what has no tensors stays as it is, whatever its class does
+        # objects without changed members stay as they are, whatever their class
         same = all(a is b for a, b in zip(old, new, strict=True))
         return value if same else with_members(value, new)
     return change(value)
 
 
 def with_members(value: Any, members: list[Any]) -> Any:
-    """A copy of a list, a tuple or a dictionary, with its class and attributes, of other members.
+    """A copy of a list, tuple or dictionary, with its class and attributes, but other members.
 
-    A class may take any arguments, so instances are not made by a call of it.
+    A class may have a constructor with any arguments, so instances are not made by calling it.
     """
     new: Any
     if isinstance(value, tuple):
         kind = type(value)
-        if hasattr(kind, "n_sequence_fields"):  # a result of torch, as of `max`, is made by itself
+        if hasattr(kind, "n_sequence_fields"):  # one of torch's own, such as the result of `max`
             return kind(members)
         new = tuple.__new__(kind, members)
         if hasattr(value, "__dict__"):
@@ -157,7 +157,7 @@ def with_members(value: Any, members: list[Any]) -> Any:
 
 
 def named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
-    """The arguments behind the first by their names, in the order and with the defaults given."""
+    """The arguments after the first by name, in the order and with the defaults given."""
     return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
 
 
@@ -165,7 +165,7 @@ def check_fits(shape: Shape, other: Shape) -> None:
     """Raise, as torch does, if a change in place by an operand would make a tensor longer."""
     pairs = zip(reversed(other), reversed(shape), strict=False)
     if len(other) > len(shape) or any(n not in (1, m) for n, m in pairs):
-        # torch's own error, if none of them fits
+        # raises torch's own error if they cannot be broadcast
         whole, _ = torch.broadcast_tensors(*(torch.zeros(()).expand(n) for n in (shape, other)))
         raise RuntimeError(
             f"output with shape {list(shape)} doesn't match the broadcast shape {list(whole.shape)}"
@@ -173,13 +173,13 @@ def check_fits(shape: Shape, other: Shape) -> None:
 
 
 def in_order(name: str, func: Any, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
-    """The same call with operands that are given by their names at their places.
+    """The same call with operands that are passed by name at their positions.
 
-    Torch's functions in C++ take either, so each rule would have to know both.
+    Torch's functions in C++ accept either, and each rule would have to support both.
     """
     best = len(args)
     order: tuple[str, ...] = ()
-    for names in _operands(name, func):  # of overloads that fit, the one with the most operands
+    for names in _operands(name, func):  # the matching overload with the most operands
         stop = len(args)
         while stop < len(names) and names[stop] in kwargs:
             stop += 1
@@ -195,7 +195,7 @@ def in_order(name: str, func: Any, args: Arguments, kwargs: Settings) -> tuple[A
 @lru_cache(maxsize=1024)
 def _operands(name: str, func: Any) -> tuple[tuple[str, ...], ...]:
     """The names of the tensors and numbers that come first, for each overload of a function."""
-    if isinstance(func, FunctionType):  # written in Python, where torch orders them itself
+    if isinstance(func, FunctionType):  # Python functions order their operands themselves
         return ()
     found = []
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
@@ -205,7 +205,7 @@ def _operands(name: str, func: Any) -> tuple[tuple[str, ...], ...]:
                 break
             names.append("input" if each.name == "self" else each.name)
         if isinstance(func, MethodDescriptorType) and "input" in names:
-            names.sort(key="input".__ne__)  # of which the method is, as `x.where(condition, y)`
+            names.sort(key="input".__ne__)  # first, as in `x.where(condition, y)`
         found.append(tuple(names))
     return tuple(dict.fromkeys(found))
 
@@ -215,12 +215,12 @@ _OF_OPERANDS = frozenset(("Tensor", "Optional[Tensor]", "List[Tensor]", "number"
 
 @lru_cache(maxsize=64)
 def _defaults(func: Any) -> Settings:
-    """The arguments of a function in their order, with their default values."""
+    """The arguments of a function in order, with their default values."""
     return {name: each.default for name, each in signature(func).parameters.items()}
 
 
 def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Settings:
-    """All arguments of a function of `torch.nn.functional` by their names."""
+    """All arguments of a function of `torch.nn.functional` by name."""
     if func is not getattr(torch.nn.functional, name):
         raise unsupported(
             name,
@@ -232,15 +232,15 @@ def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Set
 
 
 def parts(value: Any) -> Any:
-    """The same arguments with the parts of spread tensors in their places."""
+    """The arguments with spread tensors replaced by their parts."""
     return mapped(lambda each: open_part(each) if isinstance(each, Tensor) else each, value)
 
 
 def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
-    """What a differentiable function makes of a part; of an empty one, zeros that hang on it.
+    """Apply a differentiable function to a part; the result of an empty part depends on it.
 
-    For empty tensors torch's derivatives are constants in some cases. A worker whose graph, or
-    whose tangent, ends there would skip exchanges that the others make.
+    Torch's derivatives for empty tensors are constants in some cases. A worker whose graph or
+    tangent ended there would skip exchanges that others make.
     """
     if part.numel() or not is_derived(part):
         return compute(part)
@@ -251,9 +251,9 @@ def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
 
 
 def try_values(compute: Callable[[torch.Tensor], Any], part: torch.Tensor, layout: Layout) -> None:
-    """Raise what torch raises of values, as of a type that it cannot take, without any here, too.
+    """Raise torch's errors about values, such as unsupported dtypes, even if the part has none.
 
-    Else only the workers that have values would, and the others would wait for them.
+    Else only workers with values would raise, and the others would wait for them.
     """
     if not part.numel() and 0 not in layout.shape:
         with torch.no_grad():
@@ -267,19 +267,19 @@ def _attached(result: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least, in which torch sums short numbers and computes norms of them, too."""
+    """Half precision as float32, in which torch also sums and normalizes; others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def as_spread(value: torch.Tensor, partition: Partition) -> Tensor:
-    """A tensor as a spread one: a plain one is whole on all workers, which made it alike."""
+    """A tensor as a spread one; a plain tensor has the same values on all workers."""
     return (
         value if isinstance(value, Tensor) else Tensor(value, shared_whole(partition, value.shape))
     )
 
 
 class ApartError(ValueError):
-    """That tensors lie on different workers or grids."""
+    """Tensors are on different workers or grids."""
 
     def __init__(self, name: str, layouts: Iterable[Layout | None]) -> None:
         held = ", ".join(str(each) for each in layouts if each is not None)
@@ -290,14 +290,14 @@ class ApartError(ValueError):
 
 
 def check_together(name: str, layouts: Sequence[Layout]) -> None:
-    """Raise if tensors lie on different workers or grids."""
+    """Raise if tensors are on different workers or grids."""
     if any(each.partition != layouts[0].partition for each in layouts):
         raise ApartError(name, layouts)
 
 
 def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise as torch does, also on workers that have nothing to compute."""
-    with torch._C.DisableTorchFunctionSubclass():  # or each look at a spread tensor is a call
+    """Raise for different dtypes as torch does, also on workers that compute nothing."""
+    with torch._C.DisableTorchFunctionSubclass():  # or reading each attribute is a call
         dtype = x.dtype
         if weight.dtype == dtype and (bias is None or bias.dtype == dtype):
             return
@@ -311,9 +311,9 @@ def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def as_autocast(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype that autocast, if it is on, has products and convolutions in.
+    """Cast to the dtype in which autocast, if it is on, computes products and convolutions.
 
-    Where torch computes nothing it casts nothing, and workers would have tensors of two dtypes.
+    Torch does not cast where it computes nothing, and dtypes would differ between workers.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
@@ -322,18 +322,18 @@ def as_autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_whole(name: str, *values: Any) -> None:
-    """Raise if operands that a function takes whole are split."""
+    """Raise if operands that must be whole are split."""
     layouts = held_layouts(values)
     if not all(each.is_whole for each in layouts):
         raise unsupported(name, "all but its first argument must be whole", *layouts)
 
 
 def whole_part(value: Any, x: Layout) -> Any:
-    """All of a spread tensor, plain, as every worker uses weights of layers; others as they are.
+    """All of a spread tensor as a plain one, as workers use the weights of layers.
 
     Args:
-        value: a weight, or anything else that the function takes.
-        x: how the input lies, on whose workers the weight must lie, too.
+        value: a weight, or any other argument of the function, which is returned as it is.
+        x: the layout of the input; the weight must be on the same workers.
     """
     if not isinstance(value, Tensor):
         return value
@@ -347,19 +347,19 @@ def whole_part(value: Any, x: Layout) -> Any:
 
 
 def moved(x: Tensor, target: Layout) -> torch.Tensor:
-    """The part of a spread tensor in another layout."""
+    """The part of a spread tensor after a move to another layout."""
     part = open_part(x)
     return part if x._layout == target else move(x._layout, target).apply(part)
 
 
 @kept_in_job
 def gathered(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    """The same with some dimensions whole on all workers, as shared values."""
+    """The layout with some dimensions whole on all workers, as shared values."""
     return layout.gathered(dims)
 
 
 def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This worker's part of a tensor that all workers have whole, to combine with its own.
+    """This worker's part of a tensor that all workers have whole, to combine it with other parts.
 
     The tensor is broadcast against `layout`: its dimensions are the last ones.
     """
@@ -374,20 +374,20 @@ def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What a function gives for tensors of the global shapes, without values; torch's own error.
+    """The result of a function for meta tensors of the global shapes; raises torch's own errors.
 
-    To find it takes torch up to a millisecond for functions that it has in Python: results of its
-    own functions are remembered, as models call these again with the same shapes.
+    It takes torch up to a millisecond for functions in Python: results of torch's functions are
+    cached, since models call these again with the same shapes.
     """
     try:
         key = func, torch.get_default_dtype(), _known_by(args), _known_by(kwargs)
         result = _OUTLINES.get(key)
-    except TypeError:  # a function or an argument that says nothing by its value
+    except TypeError:  # a function or an argument that is not compared by value
         return _outlined(func, args, kwargs)
     if result is None:
         with to_keep():
             result = _outlined(func, args, kwargs)
-        if func in FOUND:  # others may be made for one call, and hold its tensors
+        if func in FOUND:  # others may be closures of one call, and hold its tensors
             if len(_OUTLINES) >= _MOST_OUTLINES:
                 _OUTLINES.clear()
             _OUTLINES[key] = result
@@ -396,7 +396,7 @@ def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 _OUTLINES: dict[Any, Any] = {}
 _MOST_OUTLINES = 4096
-# whose values say all that torch's functions ask of them
+# types whose values are all that torch's functions read
 _PLAIN_KINDS = frozenset(
     (
         *(int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device),
@@ -406,7 +406,7 @@ _PLAIN_KINDS = frozenset(
 
 
 def _known_by(value: Any) -> Any:
-    """What a result without values depends on; numbers with their types, as 1 equals 1.0."""
+    """A key for the result without values; with types of numbers, since 1 equals 1.0."""
     kind = type(value)
     if kind is tuple or kind is list or kind is torch.Size:
         return kind, tuple([_known_by(each) for each in value])

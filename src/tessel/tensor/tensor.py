@@ -1,20 +1,20 @@
 """The spread tensor: this worker's part, its layout, and the shape of the whole.
 
-A `Tensor` has no storage of its own. It holds this worker's part, a plain tensor, and stands for
-the whole: `x.shape` is the global shape, and a torch function of it does what it does in one
-process, by the table of rules in `tessel.tensor.table`.
+A `Tensor` has no storage of its own. It holds this worker's part, a plain tensor, and represents
+the whole: `x.shape` is the global shape, and torch functions compute what they do in one process,
+by the table of rules in `tessel.tensor.table`.
 
 Two levels of autograd meet here.
 
 *The parts' graph.* Rules compute with parts, and movements between them are linear operators that
-autograd knows. So the graph of a computation lies on the parts; `x.grad`, hooks and `backward` are
-handed on to the part, and no rule has a backward of its own.
+autograd knows. So the graph of a computation is that of the parts; `x.grad`, hooks and `backward`
+are delegated to the part, and no rule has a backward of its own.
 
-*The wrappers' graph.* Code that goes round torch's functions gets the wrapper itself: a function
-with a backward pass of its own, the backward hooks of modules, scripted code, C++. Torch records
-such code between wrappers, which for that reason say that they need gradients when their parts do.
-`open_part` turns a history of this kind into one node of the parts' graph. The data that such code
-asks for comes from `__torch_dispatch__`, which never takes a part for the whole.
+*The wrappers' graph.* Code that bypasses torch's functions gets the wrapper itself: functions with
+their own backward passes, backward hooks of modules, scripted code, C++. Torch records such code
+between wrappers, which therefore require gradients when their parts do. `open_part` turns such a
+history into one node of the parts' graph. The data that such code reads come from
+`__torch_dispatch__`, which never takes a part for the whole.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from tessel.transport import group_of, kept_in_job, num_workers, this_worker
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
-FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
+FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that are whole beside spread tensors
 
-# other kinds that know how they lie, and what makes them spread tensors on a partition; on none,
-# after an agreement, on one of their own
+# other kinds with layouts, and functions that convert them to spread tensors on a partition; with
+# None, after an agreement, on one of their own
 converters: dict[type, Callable[[Any, Partition | None], Tensor]] = {}
 
 
 def is_spread(x: Any) -> bool:
-    """Whether a tensor is spread, or stands for one that is inside a transform of `torch.func`.
+    """Whether a tensor is spread, or wraps one that is, in a transform of `torch.func`.
 
-    Transforms wrap all tensors that they are given: what has the shape of the whole and is of
-    torch's own kind may still be spread, and is neither plain nor a part.
+    Transforms wrap all tensors that they are given: a wrapper of torch's own kind with the shape of
+    the whole may be spread inside, and is neither plain nor a part.
     """
     if isinstance(x, Tensor):
         return True
-    # what a compiler traces is no wrapper, and it cannot look into one
+    # compilers do not trace wrappers, and cannot inspect them
     if torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     while isinstance(x, torch.Tensor) and functorch.is_functorch_wrapped_tensor(x):
@@ -65,10 +65,10 @@ def is_spread(x: Any) -> bool:
 
 
 class _Missing:
-    """In the place of a part that is not there.
+    """A descriptor in the place of a part that does not exist.
 
-    It is not computed yet: then it is now. Or it was taken away: see `outdate_copies`,
-    `withhold_original`.
+    If the part is not computed yet, it is computed now. Else it was taken away, and access raises:
+    see `outdate_copies`, `withhold_original`.
     """
 
     def __get__(self, x: Tensor | None, kind: Any = None) -> Any:
@@ -93,7 +93,7 @@ class _Missing:
 
 
 class Tensor(torch.Tensor):
-    """A tensor that is spread over workers and knows how.
+    """A tensor that is spread over workers, with its layout.
 
     It is made by `tessel.spread`, `tessel.from_local`, functions such as `tessel.zeros`, and by
     torch's functions of other spread tensors. Its shape, dtype and device are those of the whole.
@@ -105,16 +105,14 @@ class Tensor(torch.Tensor):
     (torch.Size([4, 6]), torch.Size([4, 6]), 24.0)
     """
 
-    _part: torch.Tensor = _Missing()  # type: ignore[assignment]  # found if there is none
+    _part: torch.Tensor = _Missing()  # type: ignore[assignment]  # read if there is no part
     _layout: Layout
-    _originals: tuple[Any, ...]  # what torch would have a view of, and this is a copy of
-    above: ClassVar[Handler]  # what is done with a torch function
-    beside: ClassVar[
-        Any
-    ]  # what is done with one of spread tensors and others that know their layouts
-    below: ClassVar[Handler]  # what is done for code that went round torch's functions
-    as_shard: ClassVar[Callable[[Tensor], torch.Tensor]]  # what `tessel.distributed` makes of parts
-    as_dtensor: ClassVar[Callable[[Tensor, Any], Any]]  # what `tessel.interop` makes of them
+    _originals: tuple[Any, ...]  # aliases that this is a copy of, and torch would have a view of
+    above: ClassVar[Handler]  # calls torch functions
+    beside: ClassVar[Any]  # calls torch functions of spread tensors and other kinds with layouts
+    below: ClassVar[Handler]  # calls operators for code that bypasses torch's functions
+    as_shard: ClassVar[Callable[[Tensor], torch.Tensor]]  # set by `tessel.distributed`
+    as_dtensor: ClassVar[Callable[[Tensor, Any], Any]]  # set by `tessel.interop`
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, layout: Layout, records: bool = True) -> Tensor:
@@ -125,14 +123,14 @@ class Tensor(torch.Tensor):
             device=part.device,
             requires_grad=records and part.requires_grad,
         )
-        # C++ code that asks for the memory of the wrapper gets an error, and not a null pointer.
+        # C++ code that accesses the memory of the wrapper gets an error instead of a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(new)
         new._part = part
         new._layout = layout
         new._originals = ()
         return new
 
-    # torch's own would take the arguments for values; object's ignores them
+    # torch's own would take the arguments as values; that of object ignores them
     __init__ = object.__init__
 
     @classmethod
@@ -155,8 +153,8 @@ class Tensor(torch.Tensor):
     @property
     @untraced
     def layout(self) -> Layout:  # type: ignore[override]
-        """Which box of the whole each worker stores, and what its copies mean."""
-        # Torch's own code asks whether a tensor is dense, as `torch.masked` does.
+        """The box of the whole that each worker stores, and the meaning of copies."""
+        # Torch's own code reads it to see whether a tensor is dense, as `torch.masked` does.
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return torch.strided  # type: ignore[return-value]
         return self._layout
@@ -164,7 +162,7 @@ class Tensor(torch.Tensor):
     @property
     @untraced
     def local(self) -> torch.Tensor:
-        """This worker's part, a plain tensor; gradients pass both ways."""
+        """This worker's part, a plain tensor; gradients flow through it."""
         part = open_part(self)
         with DisableTorchFunctionSubclass():
             return part.view_as(part)
@@ -173,7 +171,7 @@ class Tensor(torch.Tensor):
     def full(self) -> torch.Tensor:
         """The whole tensor, plain, on every worker of its partition, as one shared value.
 
-        Gradients pass.
+        Gradients flow through it.
         """
         layout = self._layout
         if layout.is_outside:
@@ -185,7 +183,7 @@ class Tensor(torch.Tensor):
 
     @untraced
     def move_to(self, where: Partition | Layout) -> Tensor:
-        """The same values in another layout, a `Move`; all workers of both call this.
+        """Move the tensor to another layout, by a `Move`; all workers of both layouts call this.
 
         Args:
             where: a layout of the same shape, or a partition whose axis d splits dimension d.
@@ -196,7 +194,7 @@ class Tensor(torch.Tensor):
         moved = move(self._layout, target)
         part = open_part(self)
         if target.is_outside and not moved.takes_part:
-            # nothing, which hangs on the part: this worker is there in the backward pass
+            # empty, but it depends on the part: this worker takes part in the backward pass
             return Tensor(part.reshape(-1)[:0], target)
         return Tensor(moved.apply(part), target)
 
@@ -204,26 +202,28 @@ class Tensor(torch.Tensor):
     def shard(self) -> torch.Tensor:
         """This worker's part as a shard of parallel layers: it has the shape of the part.
 
-        It shares memory with this tensor, gradients pass both ways, and `y.spread()` is this
-        tensor again. Of one that every worker has whole, the whole, plain. ValueError for what is
-        split along several dimensions, or unevenly: `move_to` brings it there.
+        It shares memory with this tensor, gradients flow through it, and `y.spread()` is this
+        tensor again. For a tensor that every worker has whole, it is the whole, plain. Tensors that
+        are split along several dimensions, or unevenly, raise ValueError: move them with `move_to`
+        first.
         """
         return Tensor.as_shard(self)
 
     @untraced
     def to_dtensor(self, mesh: Any = None) -> Any:
-        """This tensor as a `torch.distributed.tensor.DTensor`, without a copy; gradients pass.
+        """Convert to a `torch.distributed.tensor.DTensor`, without a copy; gradients flow through.
 
-        An axis that splits dimension d is `Shard(d)`, shared copies are `Replicate()`, separate
-        ones `Partial()`. `tessel.from_dtensor` is the way back.
+        An axis that splits dimension d becomes `Shard(d)`, shared copies become `Replicate()`,
+        separate ones `Partial()`. `tessel.from_dtensor` converts back.
 
         Args:
-            mesh: a `DeviceMesh` with the same workers on the same grid; None for that of the last
-                DTensor that came from them by `from_dtensor`, or else for `partition.to_mesh()`,
-                for which all workers of the job call this.
+            mesh: a `DeviceMesh` with the same workers on the same grid; None for the mesh of the
+                last DTensor on this grid that `from_dtensor` converted, or else for
+                `partition.to_mesh()`, for which all workers of the job call this.
 
         Raises:
-            ValueError: if placements cannot say it, as parts that are not those of `torch.chunk`.
+            ValueError: if placements cannot express the layout, such as parts that differ from
+                those of `torch.chunk`.
         """
         return Tensor.as_dtensor(self, mesh)
 
@@ -231,7 +231,7 @@ class Tensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = new = Tensor(deepcopy(self._part, memo), self._layout)
-            if getattr(self, "_is_param", False):  # torch's way to say that it is a Parameter
+            if getattr(self, "_is_param", False):  # torch's mark of a Parameter
                 new._is_param = True
         found: Tensor = memo[id(self)]
         return found
@@ -243,7 +243,7 @@ class Tensor(torch.Tensor):
         return restored, (part, self._layout, is_parameter, this_worker())
 
 
-# What compilers say where their graph may not end, as inside of a higher-order operator.
+# The message of compilers where a graph must not break, as inside of a higher-order operator.
 _METHOD: Any = Tensor.__torch_function__
 _METHOD.__func__._torchdynamo_disable_msg = (
     "functions of spread tensors follow rules, which compilers call and do not trace; in the place "
@@ -252,7 +252,7 @@ _METHOD.__func__._torchdynamo_disable_msg = (
 
 
 def absent(what: str, layout: Layout) -> ValueError:
-    """What to raise on a worker outside of a partition if it asks for values."""
+    """The error to raise on a worker outside of a partition that needs values."""
     return ValueError(
         f"{what} needs values, and worker {this_worker()} is outside of {layout.partition}, which "
         "has them; call it on these workers alone (`if x.layout.partition.active:`), or move the "
@@ -263,9 +263,9 @@ def absent(what: str, layout: Layout) -> ValueError:
 def restored(
     part: torch.Tensor, layout: Layout, is_parameter: bool, worker: int | None = None
 ) -> Tensor:
-    """A spread tensor as this worker wrote it into a file.
+    """Restore a spread tensor that this worker wrote into a file.
 
-    That of another worker has another part, which would be taken for the own one.
+    The file of another worker has another part, which would be taken for this worker's own.
     """
     here = this_worker()
     if worker not in (None, here) and num_workers() > 1 and layout.box(worker) != layout.box(here):
@@ -281,12 +281,12 @@ def restored(
 
 @kept_in_job
 def move(source: Layout, target: Layout) -> Move:
-    """The move between two layouts."""
+    """The move from one layout to another."""
     return Move(source, target)
 
 
 def layout_on(where: Partition | Layout, shape: Sequence[int]) -> Layout:
-    """A layout for a tensor of this shape: the one that is given, or balanced on a partition."""
+    """The layout of a tensor of this shape: the given one, or a balanced one on a partition."""
     lengths = tuple(shape)
     if isinstance(where, Layout):
         if where.shape != lengths:
@@ -308,9 +308,9 @@ def open_part(x: Tensor) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         if x.grad_fn is None:
             part = x._part
-            # When a checkpoint computes again, those inside of it get their inputs without the
-            # history that these had, in wrappers made by C++ code, which say that they need
-            # gradients. Their parts must, too, so that the same is saved as before.
+            # When a checkpoint recomputes, nested ones get their inputs without their former
+            # history, in wrappers made by C++ code, which require gradients. Their parts must, too,
+            # so that the same tensors are saved as before.
             if x.requires_grad and not part.requires_grad:
                 x._part = part = part.detach().requires_grad_()
             return part
@@ -323,18 +323,18 @@ def open_part(x: Tensor) -> torch.Tensor:
 def open_plain(x: torch.Tensor) -> torch.Tensor:
     """A plain tensor, with all of its history in the parts' graph.
 
-    A function with a backward pass of its own may write values of spread tensors into a plain one,
-    and give that. Its gradients would end at wrappers, and parts would never get them.
+    A function with its own backward pass may write values of spread tensors into a plain one and
+    return it. Its gradients would end at wrappers, and parts would never get them.
     """
     if not torch.is_grad_enabled() or x.grad_fn is None:
         return x
-    if torch._C._are_functorch_transforms_active():  # which have a graph of their own
+    if torch._C._are_functorch_transforms_active():  # they have a graph of their own
         return x
     last: Any = x.grad_fn
     nodes, seen = [last], set[Any]()
     while nodes:
         node = nodes.pop()
-        # no history in the parts' graph leads to a wrapper, nor does one that was looked at before
+        # nodes of the parts' graph do not lead to wrappers, nor do those that were searched before
         if node is None or node in seen or _PLAIN in node.metadata or operator_of(node) is not None:
             continue
         if isinstance(getattr(node, "variable", None), Tensor):
@@ -345,31 +345,31 @@ def open_plain(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_PLAIN = "tessel: plain"  # in the metadata of a node
-_RECOMPUTED = "tessel: recomputed"  # the same, of a reentrant checkpoint
+_PLAIN = "tessel: plain"  # a key in the metadata of a node
+_RECOMPUTED = "tessel: recomputed"  # the same, for a reentrant checkpoint
 
 
 def _bridged(x: torch.Tensor) -> torch.Tensor:
-    """A tensor, or the part of one, whose history between wrappers is one node of the parts' graph.
+    """A tensor, or its part, with its history between wrappers as one node of the parts' graph.
 
-    The node holds the end of that history: `x`, or a view of it, would hold the node and be held by
-    it for ever.
+    The node holds the end of that history: `x`, or a view of it, would hold the node and form a
+    reference cycle.
     """
     with DisableTorchFunctionSubclass():
         return _recorded(_WrapperHistory(x))
 
 
 def _recorded(history: _WrapperHistory | _Recomputed) -> torch.Tensor:
-    """What a history ends in, in the parts' graph."""
+    """The result of a history in the parts' graph."""
     first, *rest = inputs = history.inputs()
     given = {id(each) for each in inputs}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        # Of what the node gives only the values: it would hold the node and be held by it for ever.
+        # Of the node's result only the values: the result itself would form a reference cycle.
         return x if id(x) in given else x.detach()
 
-    # It stays with the result: a checkpoint in which a tensor is opened first must not count what
-    # this saves, which is not saved when the checkpoint computes again.
+    # Saved tensors stay with the node: a checkpoint in which a tensor is first opened must not
+    # count them, since they are not saved again when it recomputes.
     with saved_tensors_hooks(pack, lambda kept: kept):
         return record_product(history, first, *rest)
 
@@ -380,7 +380,7 @@ def opened(x: Any) -> tuple[torch.Tensor, Layout]:
 
 
 def made(part: torch.Tensor, layout: Layout) -> Tensor:
-    """The spread tensor of a part, which must have the shape that the layout says."""
+    """The spread tensor of a part, which must have the local shape of the layout."""
     assert tuple(part.shape) == layout.local_shape, (tuple(part.shape), layout)
     return Tensor(part, layout)
 
@@ -388,17 +388,17 @@ def made(part: torch.Tensor, layout: Layout) -> Tensor:
 class _WrapperNode:
     """A piece of the wrappers' graph as one node of the parts' graph, and its derivative.
 
-    It begins at leaves, and at results of reentrant checkpoints. Each of these is a node of its
-    own, so that it computes once in a pass, as in one process, whoever uses what it gave.
+    It begins at leaves, and at results of reentrant checkpoints. Each checkpoint is a node of its
+    own, so that it recomputes once in a pass, as in one process, whoever uses its results.
 
     Args:
-        ends: edges of the wrappers' graph, at which gradients come in.
+        ends: the edges of the wrappers' graph at which gradients arrive.
         like: a tensor on the device of the result.
     """
 
     def __init__(self, ends: Sequence[Any], like: torch.Tensor) -> None:
         self.ends = ends
-        # inputs may lie on other workers than the result: all workers of the job pass here
+        # inputs may be on other workers than the result: all workers of the job come here
         self.group = group_of(range(num_workers()))
         nodes = [node for node, _ in ends]
         between = [*_nodes_behind(nodes, _is_checkpoint)]
@@ -408,8 +408,8 @@ class _WrapperNode:
         leaves = [node for node in between if hasattr(node, "variable")]
         behind = {*_nodes_behind([node for node, _ in used])}
         # A pass that stops at a checkpoint has no gradient for a leaf that is also behind it, and
-        # other packages have reentrant checkpoints of their own. There one pass leads to all
-        # leaves, for which torch has no `autograd.grad`.
+        # other packages have their own reentrant checkpoints. Then one pass must reach all leaves,
+        # for which torch has no `autograd.grad`.
         others = any(
             "CheckpointFunction" in node.name()
             for node in (*between, *behind)
@@ -423,11 +423,11 @@ class _WrapperNode:
         self.used = [GradientEdge(*each) for each in dict.fromkeys(used)]
         found = [_recomputed(node, like) for node in dict.fromkeys(node for node, _ in used)]
         self.checkpoints = {each.node: each for each, _ in found}
-        # Who makes the node of the parts' graph has them keep it alive.
+        # The node of the parts' graph that takes them as inputs keeps them alive.
         self._tokens = [token for _, token in found]
 
     def inputs(self) -> list[torch.Tensor]:
-        """What the node is computed from in the parts' graph; called once."""
+        """The inputs of the node in the parts' graph; called once."""
         tokens, self._tokens = self._tokens, []
         parts = [open_part(each) if isinstance(each, Tensor) else each for each in self.leaves]
         return parts + tokens
@@ -435,18 +435,18 @@ class _WrapperNode:
     def _derived(self, seeds: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the inputs, by a pass over the wrappers' graph alone.
 
-        Those of checkpoints wait there, until all who used their results have come by.
+        Gradients of checkpoints wait there until all uses of their results have added theirs.
         """
         pairs = zip(self.ends, seeds, strict=True)
         given = [(end, seed) for end, seed in pairs if end[0] is not None and seed is not None]
         if not given:
             return (None,) * (len(self.leaves) + len(self.checkpoints))
         ends, seeds = tuple(GradientEdge(*end) for end, _ in given), tuple(s for _, s in given)
-        # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
-        # torch's functions switched off would let the backward code of users gather everything.
+        # The engine itself: torch.autograd.grad would delegate to the parts, and a pass with
+        # torch's functions switched off would let users' backward code gather everything.
         if self.is_one_pass:
-            # As `backward()` leaves gradients, which a reentrant checkpoint asks for; what the
-            # inputs have of other passes is put aside meanwhile.
+            # Accumulate gradients as `backward()` does, which a reentrant checkpoint requires;
+            # meanwhile, gradients of other passes are put aside.
             before = self._exchanged([None] * len(self.leaves))
             try:
                 _run_backward(ends, seeds, True, False, (), True, accumulate_grad=True)
@@ -456,7 +456,7 @@ class _WrapperNode:
             found = _run_backward(
                 ends,
                 seeds,
-                True,  # the parts' graph says when it is over
+                True,  # only the parts' graph knows when it can be freed
                 torch.is_grad_enabled(),
                 (*self.leaves, *self.used),
                 allow_unreachable=True,
@@ -464,7 +464,7 @@ class _WrapperNode:
             )
         grads: list[torch.Tensor | None] = []
         for each, of in zip(found, self.leaves, strict=False):
-            # as the parts' graph has it: in the layout of its tensor, plain if that is
+            # as in the parts' graph: in the layout of its tensor, or plain if that is plain
             if isinstance(each, Tensor) and isinstance(of, Tensor):
                 each = open_part(each.move_to(of._layout))
             elif isinstance(each, Tensor):
@@ -477,7 +477,7 @@ class _WrapperNode:
         return *grads, *(each.nothing for each in self.checkpoints.values())
 
     def _exchanged(self, new: Sequence[Any]) -> list[torch.Tensor | None]:
-        """The gradients of the leaves, of wrappers and not of their parts, which get others."""
+        """Replace the gradients of the leaves, those of wrappers; return the former ones."""
         with DisableTorchFunctionSubclass():
             found = [each.grad for each in self.leaves]
             for each, grad in zip(self.leaves, new, strict=True):
@@ -486,10 +486,10 @@ class _WrapperNode:
 
 
 class _WrapperHistory(_WrapperNode):
-    """What code that went round torch's functions made of its inputs, and its derivative.
+    """The result of code that bypassed torch's functions, and its derivative.
 
     Args:
-        result: whose history, between wrappers, leads to the inputs; it may be plain itself.
+        result: the result, possibly plain, whose history between wrappers leads to the inputs.
     """
 
     def __init__(self, result: torch.Tensor) -> None:
@@ -513,13 +513,14 @@ class _WrapperHistory(_WrapperNode):
 
 
 class _Recomputed(_WrapperNode):
-    """A reentrant checkpoint, which computes again when all gradients of its results are there.
+    """A reentrant checkpoint, which recomputes when all gradients of its results have arrived.
 
-    In the parts' graph it gives a token, which has no values: those who used its results hang on
-    it, and leave their gradients here. So it need not be known who used which, or will.
+    In the parts' graph its result is a token without values: nodes that use the checkpoint's
+    results depend on it, and leave their gradients here. So it need not be known which nodes use
+    them.
 
     Args:
-        node: of the wrappers' graph.
+        node: the node of the wrappers' graph.
         like: a tensor on the device of the results.
     """
 
@@ -527,7 +528,7 @@ class _Recomputed(_WrapperNode):
         super().__init__(node.next_functions, like)
         self.node = node
         self.nothing = like.new_empty(0)
-        # by the passes that run, and the number of the result
+        # by running pass, and by the number of the result
         self._grads: dict[int, dict[int, torch.Tensor]] = {}
         self.token: Callable[[], torch.Tensor | None] = lambda: None
 
@@ -535,7 +536,7 @@ class _Recomputed(_WrapperNode):
         return self.nothing.detach()
 
     def give(self, number: int, grad: torch.Tensor | None) -> None:
-        """Add a gradient of a result in the pass that runs now."""
+        """Add a gradient of a result in the current pass."""
         if grad is not None:
             found = self._grads.setdefault(torch._C._current_graph_task_id(), {})
             found[number] = found[number] + grad if number in found else grad
@@ -547,11 +548,11 @@ class _Recomputed(_WrapperNode):
         needs: Sequence[bool],
         *parts: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of what the checkpoint got."""
+        """The gradients of the inputs of the checkpoint."""
         grads = self._grads.pop(torch._C._current_graph_task_id(), {})
         if not grads:
             return (None,) * len(parts)
-        # zeros for results that nobody used, as torch gives them
+        # zeros for results that were not used, as in torch
         given = [
             grads[number]
             if number in grads
@@ -560,7 +561,7 @@ class _Recomputed(_WrapperNode):
         ]
         with torch.no_grad():  # it has no derivatives of higher order
             found = self.node.apply(*given)
-            _, _, *inputs = found  # of the function and of a setting there is no gradient
+            _, _, *inputs = found  # the first two arguments are a function and a flag
             return self._derived([inputs[place] for place in self.node.tensor_indices])
 
 
@@ -572,27 +573,27 @@ def _is_checkpoint(node: Any) -> bool:
 
 
 def _recomputed(node: Any, like: torch.Tensor) -> tuple[_Recomputed, torch.Tensor]:
-    """A reentrant checkpoint in the parts' graph, and its token: one for all who use it."""
+    """A reentrant checkpoint in the parts' graph, and its token: one for all of its uses."""
     known = node.metadata.get(_RECOMPUTED, lambda: None)()
     token = None if known is None else known.token()
     if token is None:
         known = _Recomputed(node, like)
         token = _recorded(known)
-        # A node that held what holds it would live for ever. The token lives as long as any node
-        # of the parts' graph that was computed from it.
+        # Weak, to avoid reference cycles. The token lives as long as any node of the parts' graph
+        # that was computed from it.
         known.token, node.metadata[_RECOMPUTED] = weakref.ref(token), weakref.ref(known)
     return known, token
 
 
 def nodes_of(x: torch.Tensor) -> Iterator[Any]:
-    """All nodes of autograd's graph that a tensor was computed by."""
+    """All nodes of autograd's graph by which a tensor was computed."""
     return _nodes_behind([x.grad_fn])
 
 
 def _nodes_behind(
     nodes: Sequence[Any], is_end: Callable[[Any], bool] | None = None
 ) -> Iterator[Any]:
-    """These nodes and all behind them, but for ends and what is behind these alone."""
+    """These nodes and all behind them, but not ends, nor nodes that are only behind ends."""
     seen: set[Any] = set()
     left = [*nodes]
     while left:

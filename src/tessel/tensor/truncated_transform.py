@@ -1,13 +1,13 @@
-"""Truncated transforms: few modes of a dimension that lies in parts, by a sum of small products.
+"""Truncated transforms: few modes of a split dimension, by a sum of small products.
 
-A mode is a sum over all points, and a point of the transform back one over all modes:
+A mode is a sum over all points, and a point of the inverse transform is a sum over all modes:
 
     X[k] = Σ_j w[j, k] x[j],    y[j] = Σ_k w[j, k] X[k],    w[j, k] = c exp(∓2πi j k / n)
 
-So a worker multiplies the points that it has by these waves, and terms of the modes are added: only
-modes travel, where a fast transform needs all points on one worker. On the way back all workers get
-the modes, and each computes its own points. The points before p blocks of q ones, j = j₀ + p q + r,
-have waves that are products, w[j₀ + p q, k] w[r, k]: so all that is stored of them are few numbers.
+So a worker multiplies its points by these waves, and the terms of the modes are added: only modes
+are sent, where a fast transform needs all points on one worker. For the inverse all workers get the
+modes, and each computes its own points. The waves at points j = j₀ + p q + r, after p blocks of q
+points, are products w[j₀ + p q, k] w[r, k]: so only few numbers are stored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch.nn.functional as F  # noqa: N812
 from tessel.core.context import is_compiling
 from tessel.core.numbers import to_keep
 
-# Of more modes a product takes several times as long as a fast transform.
+# For more modes a product takes several times as long as a fast transform.
 MOST_MODES = 64
 DTYPES = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
 _BLOCK = 1024  # the points of a block, at most
 
 INVERSE = frozenset(("ifft", "irfft", "early", "ihfft"))
-OF_HALVES = frozenset(("irfft", "early", "hfft"))  # whose modes stand for the conjugate ones, too
-REAL = frozenset(("irfft", "hfft"))  # of which the result is real
+OF_HALVES = frozenset(("irfft", "early", "hfft"))  # whose modes also represent conjugate ones
+REAL = frozenset(("irfft", "hfft"))  # with real results
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Waves:
     """Waves of some frequencies over the points of one worker.
 
     Args:
-        kind: of the transform, the name of torch's function; "half" and "early" as in `fourier.py`.
-        n: how many points all workers have, as the transform has them.
-        norm: of the transform.
+        kind: the name of torch's function; "half" and "early" as in `fourier.py`.
+        n: the number of points of the transform on all workers.
+        norm: the norm of the transform.
         modes: the frequencies.
-        points: the first point, and the one behind the last.
+        points: the interval of this worker's points.
     """
 
     kind: str
@@ -51,10 +51,10 @@ class Waves:
     points: tuple[int, int]
 
     def analyzed(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The terms of the modes, in the place of a dimension, of points that are here."""
-        kept = min(self.points[1], self.n) - self.points[0]  # others the transform leaves out
+        """The terms of this worker's points in the modes, along the same dimension."""
+        kept = min(self.points[1], self.n) - self.points[0]  # the transform leaves others out
         count, block = self._blocks
-        # In double, in which no setting makes products less exact than a fast transform.
+        # In double precision, where no setting makes products less exact than a fast transform.
         x = part.movedim(dim, -1)[..., : max(0, kept)]
         x = x.to(torch.complex128 if x.is_complex() else torch.float64)
         x = F.pad(x, (0, count * block - x.shape[-1])).unflatten(-1, (count, block))
@@ -69,7 +69,7 @@ class Waves:
         return found.movedim(-1, dim)
 
     def synthesized(self, modes: torch.Tensor, dim: int) -> torch.Tensor:
-        """The points that are here, in the place of a dimension, of all modes."""
+        """This worker's points from all modes, along the same dimension."""
         start, stop = self.points
         steps, waves = self._table(modes.device)
         terms = modes.movedim(dim, -1).to(torch.complex128).unsqueeze(-2) * steps
@@ -84,14 +84,14 @@ class Waves:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """How many blocks there are, and how many points each has; at least one."""
+        """The number of blocks, at least one, and the number of points of each."""
         length = max(1, self.points[1] - self.points[0])
         count = -(-length // _BLOCK)
         return count, -(-length // count)
 
     def _table(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The waves at the first point of each block, and those of the points of a block."""
-        if is_compiling():  # a graph has its own
+        if is_compiling():  # a compiled graph has its own
             return self._waves(device)
         return _kept_waves(self, device)
 
@@ -104,13 +104,13 @@ class Waves:
         modes = torch.tensor(self.modes, dtype=torch.int64, device=device)
         weights = torch.full((len(self.modes),), scale, dtype=torch.float64, device=device)
         if self.kind in OF_HALVES:
-            # beside the first mode, and the last of an even length, there is no conjugate one
+            # the first mode, and the last one of an even length, have no conjugate ones
             weights = torch.where((modes == 0) | (2 * modes == self.n), weights, 2 * weights)
             weights = torch.where(2 * modes > self.n, 0.0, weights)
-        weights = torch.where(modes < self.n, weights, 0.0)  # a shorter transform leaves these out
+        weights = torch.where(modes < self.n, weights, 0.0)  # a shorter transform has no others
 
         def at(points: torch.Tensor) -> torch.Tensor:
-            # by whole numbers, so that angles of far points are as exact as those of the first
+            # by integers, so that angles of far points are as exact as those of the first
             turns = (points[:, None] * modes) % self.n
             angles = turns.double() * ((2 if inverse else -2) * pi / self.n)
             return torch.polar(torch.ones_like(angles), angles)

@@ -1,14 +1,14 @@
-"""Unfinished tensors: what a model leaves out is left out before anything travels.
+"""Unfinished tensors: values that a model leaves out are left out before anything is sent.
 
-A neural operator transforms, takes a few modes R, mixes them, puts them into zeros Rᵀ, and
-transforms back. What R leaves out along one dimension has no part in transforms along others:
+A neural operator transforms, selects a few modes R, mixes them, puts them into zeros Rᵀ, and
+transforms back. The selection along one dimension commutes with transforms along others:
 
     R F = (R₁ F₁) (R₂ F₂),    F⁻¹ Rᵀ = (F₁⁻¹ R₁ᵀ) (F₂⁻¹ R₂ᵀ)
 
-so where dimension 1 is split, only R₂ F₂ x has to travel there, and as much back. But torch is
-asked for F x first, and for R later. So in a converted model a transform stops before the first
-movement that could send less, and zeros that modes are written to stay a list of these. Slices,
-shifts and transforms back know both (`early`); anything else asks for the part of such a tensor,
+so if dimension 1 is split, only R₂ F₂ x has to be sent there, and as many values back. But torch
+computes F x first, and R later. So in a converted model a transform stops before the first movement
+that could send less, and zeros with modes written into them stay a list of these. Rules for slices,
+shifts and inverse transforms support both (`early`); anything else reads the part of such a tensor,
 which finishes it.
 """
 
@@ -30,8 +30,8 @@ from tessel.tensor.tensor import Tensor, open_part
 
 Run = tuple[int, int, int]  # start, stop and step
 
-# By the names of torch's functions, what they do with a first operand that is not finished. Such a
-# rule gives NotImplemented where the operand has to be: then the one of the table is followed.
+# Rules for unfinished first operands, by the names of torch's functions. Such a rule returns
+# NotImplemented if the operand must be finished: then the rule of the table is followed.
 EARLY: dict[str, Rule] = {}
 
 
@@ -47,7 +47,7 @@ def early(*names: str) -> Callable[[Rule], Rule]:
 
 @dataclass(frozen=True, eq=False)
 class Unfinished:
-    """What is known of a tensor whose part is computed when it is asked for.
+    """The description of a tensor whose part is computed when it is read.
 
     Args:
         shifts: how far each dimension is rolled at the end.
@@ -56,31 +56,31 @@ class Unfinished:
     shifts: Shape
 
     def finished(self, layout: Layout) -> torch.Tensor:
-        """The part, in the layout that its tensor has."""
-        # Who asks may compute without gradients, or without torch's functions. What was made
-        # without gradients has none by itself.
+        """The part, in the layout of its tensor."""
+        # The caller may have switched off gradients or torch's functions. Pieces that were made
+        # without gradients have none anyway.
         with torch.inference_mode(False), torch.enable_grad(), _EnableTorchFunction():
             return open_part(self.whole().move_to(layout))
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """The whole tensor."""
         raise NotImplementedError(f"{type(self).__name__} must implement `whole`")
 
     def picked(self, runs: Sequence[Run]) -> Tensor | None:
-        """Some slices of it, in steps of one; None if it has to be finished first."""
+        """Slices of it, in steps of one; None if it must be finished first."""
         return None
 
     def filled(self, runs: Sequence[Run], value: Tensor) -> Self | None:
-        """The same with other values in some slices; None if it has to be finished first."""
+        """The same with other values in slices; None if it must be finished first."""
         return None
 
     def shifted(self, shifts: Mapping[int, int]) -> Self:
-        """The same, with some dimensions rolled further."""
+        """The same with some dimensions rolled further."""
         new = [shift + shifts.get(dim, 0) for dim, shift in enumerate(self.shifts)]
         return replace(self, shifts=tuple(new))
 
     def rolled(self, x: Tensor, dims: Sequence[int]) -> Tensor:
-        """These dimensions of a tensor as they are at the end."""
+        """A tensor with the final shifts of these dimensions."""
         dims = [dim for dim in dims if self.shifts[dim]]
         if dims:
             x = cast(Tensor, x.roll([self.shifts[dim] for dim in dims], dims))
@@ -89,11 +89,11 @@ class Unfinished:
 
 @dataclass(frozen=True, eq=False)
 class Zeros(Unfinished):
-    """Zeros, but for pieces that were written into them and do not overlap.
+    """Zeros, except for pieces that were written into them and do not overlap.
 
     Args:
         like: a plain tensor with the dtype and the device.
-        layout: of the whole.
+        layout: the layout of the whole.
         pieces: spread tensors, with the slices that they fill.
     """
 
@@ -108,7 +108,7 @@ class Zeros(Unfinished):
         return self.rolled(x, range(len(self.shifts)))
 
     def picked(self, runs: Sequence[Run]) -> Tensor | None:
-        """Zeros again, with what there is of the pieces."""
+        """Zeros with the overlaps of the pieces with these slices."""
         if any(self.shifts):
             return None
         pieces = []
@@ -128,7 +128,7 @@ class Zeros(Unfinished):
             return None
         if value._layout.partition != self.layout.partition:
             return None
-        if value.device != self.like.device:  # torch's own error
+        if value.device != self.like.device:  # to raise torch's own error
             return None
         for others, _ in self.pieces:
             if all(a < d and c < b for (a, b, _), (c, d, _) in zip(runs, others, strict=True)):
@@ -139,13 +139,13 @@ class Zeros(Unfinished):
         return replace(self, pieces=(*self.pieces, (tuple(runs), piece)))
 
     def like_pieces(self) -> torch.Tensor:
-        """A tensor with the dtype and the device, which needs a gradient if a piece does."""
+        """A tensor with the dtype and the device, which requires a gradient if a piece does."""
         needs = any(piece.requires_grad for _, piece in self.pieces)
         with torch.inference_mode(False):
             return torch.empty_like(self.like, requires_grad=needs)
 
     def fills(self, dims: set[int]) -> bool:
-        """Whether there are pieces, which are all of the tensor but for some dimensions."""
+        """Whether there are pieces, and all are complete along all dimensions except some."""
         others = {*range(len(self.shifts))} - dims
         return bool(self.pieces) and all(
             runs[dim] == (0, self.layout.shape[dim], 1) and not self.shifts[dim]
@@ -154,7 +154,7 @@ class Zeros(Unfinished):
         )
 
     def held(self, dim: int) -> tuple[Interval, ...]:
-        """The indices of a dimension that pieces have, in as many intervals as there are gaps."""
+        """The indices along a dimension that pieces have, as disjoint intervals."""
         found: list[Interval] = []
         for start, stop in sorted({runs[dim][:2] for runs, _ in self.pieces}):
             if found and start <= found[-1][1]:
@@ -164,12 +164,12 @@ class Zeros(Unfinished):
         return tuple(found)
 
     def indices(self, dim: int) -> tuple[int, ...]:
-        """Where what pieces have of a dimension is at the end."""
+        """The final positions of the indices along a dimension that pieces have."""
         length, shift = self.layout.shape[dim], self.shifts[dim]
         return tuple((k + shift) % length for held in self.held(dim) for k in range(*held))
 
     def squeezed(self) -> Zeros:
-        """What the pieces are, without all indices that none of them has."""
+        """The pieces alone, without the indices that none of them has."""
         held = [self.held(dim) for dim in range(len(self.shifts))]
 
         def squeeze(runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -182,12 +182,12 @@ class Zeros(Unfinished):
         return Zeros((0,) * len(held), self.like, layout, pieces)
 
     def widened(self, x: Tensor, dim: int) -> Tensor:
-        """A whole dimension of what was squeezed, with the zeros around it and in its gaps."""
+        """A squeezed tensor with a whole dimension again, with zeros around pieces and in gaps."""
         held, length = self.held(dim), self.layout.shape[dim]
         if held == ((0, length),):
             return self.rolled(x, [dim])
         ends = [stop for _, stop in held[:-1]]
-        starts = [0, *ends]  # each run comes with the zeros before it, and the last one with all
+        starts = [0, *ends]  # each run is padded with the zeros before it, the last also after it
         found, at = [], 0
         for (start, stop), begin in zip(held, starts, strict=True):
             behind = length - stop if stop == held[-1][1] else 0
@@ -200,7 +200,7 @@ class Zeros(Unfinished):
 
 
 def _gap_before(index: int, held: Sequence[Interval]) -> int:
-    """How many indices before this one no piece has."""
+    """The number of indices before this one that no piece has."""
     stops = [0, *(stop for _, stop in held)]
     return sum(
         start - stop for stop, (start, _) in zip(stops, held, strict=False) if start <= index
@@ -210,19 +210,19 @@ def _gap_before(index: int, held: Sequence[Interval]) -> int:
 def may_wait() -> bool:
     """Whether a tensor may be left unfinished.
 
-    Transforms of torch.func see each function by itself, and what a checkpoint computes again, it
-    may ask for in another order.
+    Transforms of torch.func handle each function by itself, and when a checkpoint recomputes, it
+    may read tensors in another order.
     """
     return not (in_transform() or outlining.get() or in_checkpoint() or in_backward())
 
 
 def left_unfinished(like: torch.Tensor, layout: Layout, unfinished: Unfinished) -> Tensor:
-    """A tensor whose part is computed when it is asked for.
+    """A tensor whose part is computed when it is read.
 
     Args:
-        like: a tensor with its dtype and device, which needs a gradient if it does.
-        layout: of the tensor.
-        unfinished: what is known of it.
+        like: a tensor with its dtype and device, which requires a gradient if it does.
+        layout: the layout of the tensor.
+        unfinished: the description of it.
     """
     with DisableTorchFunctionSubclass():  # `like` may be unfinished itself
         new = Tensor(like, layout)
@@ -232,6 +232,6 @@ def left_unfinished(like: torch.Tensor, layout: Layout, unfinished: Unfinished) 
 
 
 def unfinished_of(x: Any) -> Unfinished | None:
-    """What is known of a tensor that is not finished."""
+    """The description of an unfinished tensor; None for any other."""
     found: Unfinished | None = x.__dict__.get("_unfinished") if isinstance(x, Tensor) else None
     return found

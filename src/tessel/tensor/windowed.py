@@ -1,4 +1,4 @@
-"""Windowed: where the input of a layer must lie so that each worker can compute its outputs."""
+"""Windowed: the layout of a layer's input in which each worker can compute its outputs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ReceptiveFields = tuple[ReceptiveField | None, ...]
 
 @dataclass(frozen=True)
 class Windowed:
-    """How a tensor in the layout `source` becomes one in the layout `target`.
+    """The plan of a windowed function from the layout `source` to the layout `target`.
 
-    Each worker reads the box that its outputs read, clipped to the tensor: `fields[d]` says it for
-    dimension d, and without one outputs read inputs of the same index.
+    Each worker reads the box that its outputs read, clipped to the tensor: `fields[d]` is the
+    receptive field along dimension d; if it is None, outputs read inputs of the same index.
 
     Args:
-        source: where the input lies.
-        target: where the output shall lie, on the same grid.
-        fields: one for each dimension.
+        source: the layout of the input.
+        target: the layout of the output, on the same grid.
+        fields: the receptive field of each dimension.
     """
 
     source: Layout
@@ -53,34 +53,34 @@ class Windowed:
 
     @cached_property
     def move(self) -> Move:
-        """The one exchange that brings every worker what it reads."""
+        """The single exchange that brings each worker what it reads."""
         return Move(self.source, self.read)
 
     @cached_property
     def stays(self) -> bool:
-        """Whether each worker reads its part and nothing else."""
+        """Whether each worker reads exactly its part."""
         return self.source == self.read
 
     @cached_property
     def use(self) -> Replicate | None:
-        """How workers use a value that they share where each has all that it reads; else None."""
+        """The use of a shared value if each worker has what it reads; else None."""
         alike = self.source.partition == self.read.partition and self.source.cuts == self.read.cuts
         return Replicate(self.source, self.read) if alike and not self.stays else None
 
     @cached_property
     def is_silent(self) -> bool:
-        """Whether nobody needs anything of others, nor of a gradient of theirs."""
+        """Whether nothing is sent, neither values nor gradients."""
         own, wanted = self.source.box(), self.read.box()
-        # A shared value may be read without a message, and its gradient still is a sum.
+        # A shared value may be read without a message, but its gradient is still a sum.
         plans = (*self.move.route, *self.move.H.route)
         return own is not None and wanted is not None and all(plan.silent for plan in plans)
 
     def fetch(self, x: Tensor) -> Tensor:
-        """This worker's part of the input to what it reads."""
+        """Bring this worker what it reads, given its part of the input."""
         if self.stays:
             return x
         if self.use is not None:
-            return self.use.apply(x)  # a move would copy the part
+            return self.use.apply(x)  # without a copy, which a move would make
         if not self.is_silent or self.adds_zeros:  # a move gives zeros, a slice cannot
             return self.move.apply(x)
         own, wanted = self.source.box(), self.read.box()
@@ -91,7 +91,7 @@ class Windowed:
 
     @cached_property
     def adds_zeros(self) -> bool:
-        """Whether some worker reads an index that nobody stores."""
+        """Whether any worker reads an index that none stores."""
         return any(
             part[0] < min(start for start, _ in source.intervals)
             or part[1] > max(stop for _, stop in source.intervals)
@@ -102,7 +102,7 @@ class Windowed:
 
     @property
     def overhang(self) -> tuple[Interval, ...]:
-        """How far the windows of this worker stick out of the tensor, on both sides."""
+        """How far the windows of this worker extend beyond the tensor, on both sides."""
         box = self.target.box()
         assert box is not None
         return tuple(
@@ -112,9 +112,9 @@ class Windowed:
 
     @cached_property
     def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """For mirrored dimensions of which this worker sees the border: in which order they come.
+        """The order of indices along mirrored dimensions of which this worker reads the border.
 
-        Places count from the first value that it reads.
+        Places are counted from the first value that it reads.
         """
         outputs, inputs = self.target.box(), self.read.box()
         if outputs is None or inputs is None:
@@ -130,7 +130,7 @@ class Windowed:
         return tuple(found)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """What windows cover of what was read, also beyond the border of the tensor."""
+        """The values under the windows, given those that were read, also beyond the border."""
         for dim, places in self.places:
             x = x.index_select(dim, constant(tuple(places), torch.int64, x.device))
         return x
@@ -144,9 +144,10 @@ class Windowed:
 
 
 def cropped(x: Tensor, region: Sequence[slice]) -> Tensor:
-    """Some of the last dimensions of a tensor, and all of those that are not shorter then.
+    """A region of the last dimensions of a tensor, sliced only where it is shorter.
 
-    The gradient of a slice is zeros of the size of x and a copy: too much where nothing is cut off.
+    The gradient of a slice is a tensor of zeros of the size of x and a copy: too much if nothing is
+    cut off.
     """
     for dim, part in enumerate(region, start=x.dim() - len(region)):
         if part.stop - part.start < x.shape[dim]:
@@ -155,45 +156,45 @@ def cropped(x: Tensor, region: Sequence[slice]) -> Tensor:
 
 
 def overhang(hull: Interval, length: int) -> Interval:
-    """How far an interval sticks out of a tensor of this length, on both sides."""
+    """How far an interval extends beyond a tensor of this length, on both sides."""
     return max(0, -hull[0]), max(0, hull[1] - length)
 
 
 @kept_in_job
 def windowed(source: Layout, shape: Shape, field: ReceptiveFields) -> Windowed:
-    """From `source` to balanced parts of a tensor of this shape."""
+    """The plan from `source` to balanced parts of an output of this shape."""
     return Windowed(source, source.resized(shape), field)
 
 
 @kept_in_job
 def reading(source: Layout, target: Layout) -> Windowed:
-    """Every worker reads its box of `target`, of the same tensor."""
+    """The plan by which each worker reads its box of `target` of the same tensor."""
     return Windowed(source, target, (None,) * len(source.shape))
 
 
 def leading(ndim: int, fields: Sequence[ReceptiveField | None]) -> ReceptiveFields:
-    """ReceptiveFields of the last dimensions, and none of those before."""
+    """Receptive fields of the last dimensions, and None for those before."""
     return (None,) * (ndim - len(fields)) + tuple(fields)
 
 
 def origin(box: Box | None) -> tuple[int, ...]:
-    """Where a box begins."""
+    """The first index of a box in each dimension."""
     return () if box is None else tuple(start for start, _ in box)
 
 
 def outline(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor without values, on which torch says what shape comes out, or what is wrong."""
+    """A tensor without values, by which torch computes the shape of a result, or raises."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @lru_cache(maxsize=1024)
 def shape_of(function: Callable[..., Tensor], *shapes: Shape) -> Shape:
-    """What torch's function makes of tensors of these shapes; its own error if that is nothing."""
+    """The shape of the result of torch's function for these shapes; raises torch's own errors."""
     return tuple(function(*map(outline, shapes)).shape)
 
 
 def hashable(value: Any) -> Any:
-    """An argument of torch's as something that can be hashed: a list as a tuple."""
+    """An argument of a torch function in hashable form: a list as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 

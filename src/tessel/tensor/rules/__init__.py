@@ -1,6 +1,5 @@
-"""The rules of the table, by kind: what torch's functions do with spread tensors.
+"""The rules of the table, by kind: how torch's functions compute with spread tensors.
 
-It may import the modules of `tensor` that rules are written with (`table`, `tensor`,
-`windowed` and others), and packages below `tensor`. `tensor.call` imports all rules, so no rule may
-import it.
+It may import the modules of `tensor` on which rules are built (`table`, `tensor`, `windowed` and
+others), and packages below `tensor`. `tensor.call` imports all rules, so no rule may import it.
 """

@@ -1,8 +1,8 @@
-"""Adaptive pools: windows of unequal size, as many as the output has places.
+"""Adaptive pools: windows of unequal size, one for each index of the output.
 
-A worker either fetches the inputs that its outputs read, or pools what it has and lets those parts
-of an output meet where the output lies. Which one, along each dimension, is what moves the fewest
-bytes: a pool to a small output sends one value for each part, and not the parts.
+A worker either fetches the inputs that its outputs read, or pools its own inputs and sends these
+partial results to the worker of the output. Along each dimension, the way that sends the fewest
+bytes is chosen: a pool to a small output sends one value for each part instead of the parts.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tessel.tensor.windowed import Numbers, ReceptiveFields, Windowed, hashable,
 from tessel.transport import kept_in_job
 
 Sizes = int | None | tuple[int | None, ...]
-Maxima = tuple[Tensor, Tensor]  # values and their places in the whole tensor, row by row
+Maxima = tuple[Tensor, Tensor]  # values and their flat indices in the whole tensor
 _AVERAGES: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _MAXIMA: tuple[Any, ...] = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
 _FIXED_MAXIMA: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 PoolSpans = Callable[[Tensor, Sequence["Spans"]], tuple[Tensor, ...]]
 _INDEX_BYTES = 8
-_FEW = 64  # calls of torch's own pool that cost less than making windows of unequal sizes equal
+_FEW = 64  # so many calls of torch's own pool are faster than windows extended to equal sizes
 _MANY = torch.iinfo(torch.int64).max
 
 
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The mean of each window."""
+    """Pool to the mean of each window."""
     x, layout = opened(args[0])
     num_dims = int(name[-2])
     sizes = hashable(argument(args, kwargs, 1, "output_size"))
@@ -57,7 +57,7 @@ _MAX_POOLS = ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d
 
 @rule(*_MAX_POOLS, *(f"{name}_with_indices" for name in _MAX_POOLS))
 def maximum_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The largest value of each window, and its place in the whole tensor if that is wanted."""
+    """Pool to the largest value of each window, optionally with its flat index in the tensor."""
     x, layout = opened(args[0])
     num_dims = int(name[len("adaptive_max_pool")])
     given = dict(zip(("output_size", "return_indices"), args[1:], strict=False)) | kwargs
@@ -80,10 +80,10 @@ def maximum_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
 
 @lru_cache(maxsize=1024)
 def _pooled_shape(pool: Any, shape: Shape, dtype: torch.dtype, sizes: Sizes) -> Shape:
-    """The shape of the whole output; torch's own error if the tensor cannot be pooled."""
-    if dtype not in (torch.float32, torch.float64):  # whether torch knows it shows only on values
+    """The shape of the whole output; raises torch's own error if the tensor cannot be pooled."""
+    if dtype not in (torch.float32, torch.float64):  # torch rejects dtypes only if there are values
         pool(torch.ones((1,) * len(shape), dtype=dtype), sizes)
-    x = outline(shape) if math.prod(shape) else torch.empty(shape)  # whose errors say more
+    x = outline(shape) if math.prod(shape) else torch.empty(shape)  # for its more precise errors
     return tuple(pool(x, sizes).shape)
 
 
@@ -102,7 +102,7 @@ def average(x: Tensor, layout: Layout, shape: Shape, num_dims: int) -> tuple[Ten
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         for dim, spans in enumerate(way.spans, x.ndim - num_dims):
             if not spans.fits:
-                # windows made equally long, one after the other: each is a row to be summed
+                # windows extended to equal length, one after the other: each is a row to be summed
                 rows = wide.index_select(dim, constant(spans.indices, torch.int64, x.device))
                 rows = rows * _along(constant(spans.weights, wide.dtype, x.device), dim, x.ndim)
                 wide = rows.unflatten(dim, (-1, spans.longest)).sum(dim + 1)
@@ -112,16 +112,16 @@ def average(x: Tensor, layout: Layout, shape: Shape, num_dims: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Way:
-    """How a tensor in the layout `source` is pooled to balanced parts of another shape.
+    """The way from a tensor in the layout `source` to a pooled one in balanced parts.
 
-    Along a dimension that is `partial`, workers pool the inputs that they have, and the outputs
-    meet later; along the others they first fetch the inputs that their outputs read.
+    Along a dimension that is `partial`, workers pool the inputs that they have, and the results are
+    combined later; along the others they first fetch the inputs that their outputs read.
 
     Args:
-        source: where the input lies.
-        target: where the output shall lie, on the same grid.
-        field: the window along each dimension, or none.
-        partial: for each dimension, which of the two it is.
+        source: the layout of the input.
+        target: the layout of the output, on the same grid.
+        field: the window along each dimension, or None.
+        partial: whether each dimension is partial.
     """
 
     source: Layout
@@ -135,7 +135,7 @@ class Way:
 
     @cached_property
     def fetch(self) -> Windowed:
-        """What brings every worker the inputs that it pools."""
+        """The plan that brings each worker the inputs that it pools."""
         cuts, shape, field = [], [], []
         for dim, partial in enumerate(self.partial):
             side = self.source if partial else self.target
@@ -147,11 +147,11 @@ class Way:
 
     @cached_property
     def pooled(self) -> Layout:
-        """The outputs that every worker has a part of, as separate values."""
+        """The layout of the outputs that each worker has a term of, as separate values."""
         cuts = list(self.target.cuts)
         for dim, (field, length) in enumerate(zip(self.field, self.target.shape, strict=True)):
             if self.partial[dim]:
-                # Which outputs read something of a part: the same rule from outputs to inputs.
+                # The outputs that read a part are found by the window from outputs to inputs.
                 have = self.source.cuts[dim]
                 inverse = None
                 if isinstance(field, AdaptiveWindow):
@@ -162,12 +162,12 @@ class Way:
 
     @cached_property
     def sum(self) -> Move:
-        """What adds the parts of each output."""
+        """The movement that adds the terms of each output."""
         return Move(self.pooled, self.target)
 
     @cached_property
     def stack(self) -> Stack:
-        """What brings the parts of each output together, side by side."""
+        """The movement that brings the terms of each output together, side by side."""
         return Stack(self.pooled, self.target, self.partial)
 
     @cached_property
@@ -192,11 +192,11 @@ class Way:
 
     @cached_property
     def in_few_runs(self) -> bool:
-        """Whether torch's own adaptive pool gives this worker's outputs in a few calls."""
+        """Whether torch's own adaptive pool computes this worker's outputs in a few calls."""
         return math.prod(len(spans.runs) for spans in self.spans) <= _FEW
 
     def num_bytes(self, width: int, extra: int) -> int:
-        """How many bytes it sends: of values, and what more travels with a part of an output."""
+        """The number of bytes sent, with `width` for a value and `extra` more for a term."""
         fetched = width * traffic(self.source, self.fetch.read)
         if not any(self.partial):
             return fetched
@@ -207,13 +207,13 @@ class Way:
 
 @kept_in_job
 def best_way(source: Layout, shape: Shape, num_dims: int, widths: tuple[int, int]) -> Way:
-    """The way that sends the fewest bytes; of equal ones, that with the fewest partial dimensions.
+    """The way that sends the fewest bytes; among equal ones, with the fewest partial dimensions.
 
     Args:
-        source: where the input lies.
+        source: the layout of the input.
         shape: the global shape of the output.
-        num_dims: how many of the last dimensions are pooled.
-        widths: how many bytes a value takes, and how many more travel with a part of an output.
+        num_dims: the number of last dimensions that are pooled.
+        widths: the bytes of a value, and the additional bytes of a term of an output.
     """
     target = source.resized(shape)
     windows = [
@@ -227,7 +227,7 @@ def best_way(source: Layout, shape: Shape, num_dims: int, widths: tuple[int, int
 
 
 def traffic(source: Layout, target: Layout) -> int:
-    """How many values go from one worker to another, where both lie alike on one grid."""
+    """The number of values that change workers, for layouts with the same axes on one grid."""
     cuts = list(zip(source.cuts, target.cuts, strict=True))
     everything = (
         sum(_common(a, b) for a, b in product(have.intervals, want.intervals))
@@ -246,11 +246,11 @@ def _common(a: Interval, b: Interval) -> int:
 
 @dataclass(frozen=True)
 class Spans:
-    """Windows along one dimension, clipped to what a worker holds.
+    """Windows along one dimension, clipped to the inputs that a worker holds.
 
     Attributes:
-        windows: from where to where each output reads, counted from the first held index.
-        counts: how many inputs each output reads in the whole tensor.
+        windows: the interval that each output reads, counted from the first held index.
+        counts: the number of inputs that each output reads in the whole tensor.
         held: the inputs that the worker holds.
     """
 
@@ -260,7 +260,7 @@ class Spans:
 
     @classmethod
     def of(cls, window: AdaptiveWindow, held: Interval, outputs: Interval) -> Spans:
-        """Those of some outputs of the whole tensor."""
+        """The windows of an interval of outputs of the whole tensor."""
         hulls = [window.hull((i, i + 1)) for i in range(*outputs)]
         windows = [boxes.overlap(hull, held) or (held[0], held[0]) for hull in hulls]
         return cls(
@@ -271,18 +271,18 @@ class Spans:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether torch's own adaptive pool, on what is held, has the same windows."""
+        """Whether torch's own adaptive pool of the held inputs has the same windows."""
         local = AdaptiveWindow(self.held[1] - self.held[0], len(self.windows))
         return all(local.hull((i, i + 1)) == span for i, span in enumerate(self.windows))
 
     @cached_property
     def runs(self) -> tuple[Spans, ...]:
-        """The windows in groups of neighbours that fit, long ones from the left."""
+        """The windows in groups of adjacent ones that fit, each as long as possible."""
         if self.fits:
             return (self,)
         runs, start = [], 0
         while start < len(self.windows):
-            stop = start + 1  # one window is all that it holds: it fits
+            stop = start + 1  # a single window spans all that it holds: it fits
             while stop < len(self.windows) and self._group(start, stop + 1).fits:
                 stop += 1
             runs.append(self._group(start, stop))
@@ -304,7 +304,7 @@ class Spans:
 
     @cached_property
     def indices(self) -> Numbers:
-        """All windows one after the other, made equally long: the last index is repeated."""
+        """All windows one after the other, extended to equal length by repeating the last index."""
         return tuple(
             min(start + t, stop - 1) for start, stop in self.windows for t in range(self.longest)
         )
@@ -321,7 +321,7 @@ class Spans:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """Those that make a sum over `indices` the share of a mean; none is zero."""
+        """The weights that turn a sum over `indices` into this worker's term of a mean."""
         return tuple(
             1 / count / (1 if start + t < stop - 1 else self.longest - (stop - 1 - start))
             for (start, stop), count in zip(self.windows, self.counts, strict=True)
@@ -330,7 +330,7 @@ class Spans:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """Which part of each output's inputs is held."""
+        """The fraction of each output's inputs that is held."""
         return tuple(
             (stop - start) / count
             for (start, stop), count in zip(self.windows, self.counts, strict=True)
@@ -338,12 +338,12 @@ class Spans:
 
     @cached_property
     def holds_less(self) -> bool:
-        """Whether a part of some window is not held."""
+        """Whether any window is only held in part."""
         return any(share != 1 for share in self.shares)
 
 
 def _joined(x: Tensor, all_spans: Sequence[Spans], pool: PoolSpans) -> tuple[Tensor, ...]:
-    """What `pool` gives for all groups of windows that fit, put together."""
+    """The concatenated results of `pool` for all groups of windows that fit."""
     misfit = next((at for at, spans in enumerate(all_spans) if not spans.fits), None)
     if misfit is None:
         return pool(x, all_spans)
@@ -360,7 +360,7 @@ def _joined(x: Tensor, all_spans: Sequence[Spans], pool: PoolSpans) -> tuple[Ten
 
 
 def _fitting_average(x: Tensor, all_spans: Sequence[Spans]) -> tuple[Tensor]:
-    """Along dimensions whose windows fit; others have their means already."""
+    """The means along dimensions whose windows fit; along others they are computed already."""
     D = len(all_spans)
     y = _AVERAGES[D - 1](x, tuple(len(spans.windows) for spans in all_spans))
     for dim, spans in enumerate(all_spans, x.ndim - D):
@@ -370,12 +370,12 @@ def _fitting_average(x: Tensor, all_spans: Sequence[Spans]) -> tuple[Tensor]:
 
 
 def _along(values: Tensor, dim: int, ndim: int) -> Tensor:
-    """Values along one dimension, to be used for all indices of the others."""
+    """Values along one dimension, in a shape to be broadcast along the others."""
     return values.view([-1 if each == dim else 1 for each in range(ndim)])
 
 
 def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
-    """The largest values of this worker's windows; places only if asked for or needed later."""
+    """The largest values of this worker's windows, and their flat indices if these are needed."""
     shape = way.pooled.local_shape
     if not math.prod(shape):
         values = anchored_zeros(shape, x)
@@ -388,7 +388,7 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
         if fits:
             sizes = tuple(len(spans.windows) for spans in all_spans)
             result: Any = _MAXIMA[len(sizes) - 1](x, sizes, return_indices=with_places)
-        else:  # torch's pool over adjacent windows, so that it takes the same of ties
+        else:  # torch's pool over adjacent windows, so that ties are resolved as in torch
             for dim, spans in enumerate(all_spans, x.ndim - len(all_spans)):
                 x = x.index_select(dim, constant(spans.indices, torch.int64, x.device))
             kernel = tuple(spans.longest for spans in all_spans)
@@ -408,14 +408,14 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
 
 @dataclass(frozen=True)
 class Stack:
-    """How the parts of outputs, which overlap, come to where the outputs lie without being added.
+    """The movement of overlapping terms of outputs to the workers of the outputs, without a sum.
 
-    The boxes of `pooled` are put one behind the other along each partial dimension.
+    The boxes of `pooled` are concatenated along each partial dimension.
 
     Args:
-        pooled: the parts.
-        outputs: the outputs, on the same grid.
-        partial: along which dimensions there are parts.
+        pooled: the layout of the terms.
+        outputs: the layout of the outputs, on the same grid.
+        partial: whether outputs are split into terms along each dimension.
     """
 
     pooled: Layout
@@ -424,7 +424,7 @@ class Stack:
 
     @cached_property
     def source(self) -> Layout:
-        """The parts, disjoint."""
+        """The layout of the terms as disjoint boxes."""
         cuts = [
             Cut(cut.axes, boxes.consecutive(stop - start for start, stop in cut.intervals))
             if partial
@@ -439,7 +439,7 @@ class Stack:
 
     @cached_property
     def target(self) -> Layout:
-        """From the first to the last part that the outputs of each worker have."""
+        """The layout in which each worker has all terms of its outputs, from first to last."""
         cuts = list(self.outputs.cuts)
         for dim, want in enumerate(self.outputs.cuts):
             if self.partial[dim]:
@@ -455,9 +455,9 @@ class Stack:
 
     @cached_property
     def tables(self) -> tuple[tuple[Numbers, int] | None, ...]:
-        """For each dimension, where in what was gathered the parts of each output lie.
+        """For each dimension, the positions of each output's terms among the gathered ones.
 
-        All outputs have equally many, one after the other: the last is repeated.
+        All outputs have the same number of them, one after the other: the last is repeated.
         """
         outputs, gathered = self.outputs.box(), self.target.box()
         assert outputs is not None and gathered is not None
@@ -472,7 +472,7 @@ class Stack:
         return tuple(found)
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        """The parts of each output, which were gathered, along a new last dimension."""
+        """The gathered terms of each output, along a new last dimension."""
         for dim, table in reversed(list(enumerate(self.tables))):
             if table is not None:
                 indices, most = table
@@ -481,9 +481,9 @@ class Stack:
         return x.flatten(len(self.tables))
 
     def largest(self, values: Tensor, places: Tensor) -> Maxima:
-        """Of the parts of each output, the one that torch would take of the whole window.
+        """Among the terms of each output, the one that torch would choose in the whole window.
 
-        That is the first of equal values, and the last of those that are not a number.
+        It is the first of equal values, or the last NaN.
         """
         values, places = self.move.apply(values), self.move.apply(places)
         shape = self.outputs.local_shape
@@ -499,7 +499,7 @@ class Stack:
 
 
 def _positions(parts: Cut, outputs: Interval) -> list[list[int]]:
-    """Where the parts of each output are when all parts are put one behind the other."""
+    """The positions of each output's terms after all terms are concatenated."""
     lengths = (stop - start for start, stop in parts.intervals)
     laid = list(zip(parts.intervals, boxes.consecutive(lengths), strict=True))
     return [

@@ -1,7 +1,7 @@
-"""Attention of spread tensors, and the layers that are made of it.
+"""Attention of spread tensors, and the layers built on it.
 
-`attention_plan` says where queries, keys and values meet, and `blockwise_attention` computes, also
-where keys come block by block.
+`attention_plan` determines where queries, keys and values meet, and `blockwise_attention` computes,
+also if keys arrive block by block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tessel.tensor.table import (
 )
 from tessel.tensor.tensor import Tensor, move
 
-# the ways that attention takes, if somebody wants to know
+# the ways of attention, while they are recorded
 _notes: ContextVar[list[str] | None] = ContextVar("noted ways of attention", default=None)
 
 _MATH = torch.nn.attention.SDPBackend.MATH.value
@@ -52,8 +52,8 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """softmax(Q Kᵀ / √E + mask) V."""
     given: Settings = dict(zip(_ATTENTION, args, strict=False)) | kwargs
     operands = tuple(given.pop(key, None) for key in _ATTENTION[:4])
-    # Before torch looks at them: it takes operands of several dtypes where it casts them itself,
-    # and it does not cast those without values by which it is asked.
+    # Before torch checks them: it accepts operands of several dtypes if it casts them itself, but
+    # it does not cast the meta tensors by which it checks here.
     operands = tuple(as_autocast(x) if isinstance(x, torch.Tensor) else x for x in operands)
     found = outlines(func, operands, given)  # torch's own errors
     call = _AttentionCall(name, func, operands, given, tuple(found.shape))
@@ -61,7 +61,7 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def named_operands(args: Arguments, kwargs: Settings) -> tuple[tuple[torch.Tensor, ...], bool, int]:
-    """q, k, v, a mask; whether queries only look back; how many of their heads share keys."""
+    """q, k, v and a mask; whether attention is causal; how many heads of queries share keys."""
     given: Settings = dict(zip(_ATTENTION, args, strict=False)) | kwargs
     operands = tuple(given[key] for key in _ATTENTION[:4] if given.get(key) is not None)
     if len(operands) > 3 and operands[3].dim() < 2:
@@ -78,7 +78,7 @@ class _AttentionCall:
         name, func: the function.
         operands: q, k, v, and the mask or None.
         given: the other arguments.
-        shape: of the result.
+        shape: the shape of the result.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class _AttentionCall:
         self.p = float(given.get("dropout_p", 0.0))
         self.partition = check_partition(name, self.operands)
         self.seed = common_number(self.partition) if self.p > 0 else 0
-        # Transforms, forward mode and compilers look at torch's functions, of all keys, which are
-        # gathered however many there are.
+        # Transforms, forward mode and compilers need torch's functions, of all keys, which are
+        # gathered whatever their number.
         self.is_plain = in_transform() or is_compiling()
         most = math.inf if self.is_plain else attention_plan.GATHERED
         ways = ways_of(self.operands, self.is_causal, self.groups, most)
@@ -102,12 +102,12 @@ class _AttentionCall:
             self.plan = next((each for each in ways if each.way == "gather"), ways[0])
 
     def result(self) -> Tensor:
-        """What the function gives, as queries lie."""
+        """The result of the function, in the layout of the queries."""
         plan = self.plan
         if (notes := _notes.get()) is not None:
             notes.append(plan.way)
         if outlining.get() and not self.partition.is_supposed:
-            # this worker has no values, and knows how the result lies
+            # this worker has no values, but knows the layout of the result
             real = [open_part(x) if isinstance(x, Tensor) else x for x in self.operands]
             real = [each for each in real if each.is_floating_point()]
             return made(anchored_zeros(plan.final.local_shape, *real), plan.final)
@@ -125,7 +125,7 @@ class _AttentionCall:
                 part = self._held(parts)
         if len(plan.results) == 1:
             return made(part, plan.results[0]).move_to(plan.final)
-        # chunks of queries go back to where they came from, each index once
+        # chunks of queries return to their former workers, each index once
         chunks = part.split([each.local_shape[-2] for each in plan.results], -2)
         first, second = (
             move(layout, plan.final).apply(chunk)
@@ -134,7 +134,7 @@ class _AttentionCall:
         return made(first + second, plan.final)
 
     def _scores(self) -> Scores:
-        """How scores come about on this worker."""
+        """The function that computes this worker's scores."""
         layout = self.plan.results[0]
         box = layout.box()
         assert box is not None
@@ -148,20 +148,20 @@ class _AttentionCall:
         return Scores(self.scale, self.is_causal, heads, dropout)
 
     def _blockwise(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Block by block, without more scores than those of one."""
+        """Attention block by block, with the scores of one block at a time."""
         plan = self.plan
         batch = plan.results[0].local_shape[:-2]
-        operands = (*plan.operands, Operand())[:4]  # the last one for a mask that is not there
+        operands = (*plan.operands, Operand())[:4]  # the last one for a missing mask
         function = BlockwiseAttention(plan.schedule, self._scores(), operands, batch)
         return record_map(function, *(*parts, None)[:4])[0]
 
     def _held(self, parts: list[torch.Tensor]) -> Any:
-        """Queries with all keys that they see, by torch's own function."""
+        """Attention to all keys that queries see, by torch's own function."""
         plan = self.plan
         shape = plan.results[0].local_shape
         is_empty = 0 in shape or not all(part.numel() for part in parts)
         if is_empty and all(each.numel() for each in self.operands):
-            # torch refuses some empty tensors, and derives others as constants
+            # torch rejects some empty tensors, and treats others as constants in derivatives
             real = [each for each in parts if each.is_floating_point()]
             return anchored_zeros(shape, *real).to(parts[0].dtype)
         q, k, v, *rest = parts
@@ -169,7 +169,7 @@ class _AttentionCall:
             return self._blockwise(parts)
         (rows,) = plan.schedule.rows[plan.schedule.place]
         scores, mask = self._scores(), rest[0] if rest else None
-        if self.p > 0:  # all scores at once, in functions that torch can derive in every mode
+        if self.p > 0:  # all scores at once, in functions that torch differentiates in every mode
             tile = Tile(0, rows, 0, (0, k.shape[-2]))
             found = scores(tile, q, k, mask)
             nothing = (found == -math.inf).all(-1, keepdim=True)
@@ -181,7 +181,7 @@ class _AttentionCall:
         k, v = scores.of_heads(k), scores.of_heads(v)
         if not self.is_plain and plan.way != "local":
             choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=self.scale)
-            if choice == _MATH:  # which has all scores at once
+            if choice == _MATH:  # torch would compute all scores at once
                 return self._blockwise(parts)
         return self.func(q, k, v, mask, is_causal=is_causal, scale=self.scale)
 
@@ -194,7 +194,7 @@ class _AttentionCall:
         found = scores(tile, q, k, rest[0] if rest else None)
         batch = plan.results[0].shape[:-2]
         cuts = plan.results[0].cuts[:-2]
-        with torch.no_grad():  # the result does not depend on what exponents are relative to
+        with torch.no_grad():  # the result does not depend on the base of the exponents
             own = found.new_full((*found.shape[:-1], 1), -math.inf)
             own = found.amax(-1, keepdim=True) if found.numel() else own
             base = self._largest(own)
@@ -220,7 +220,7 @@ class _AttentionCall:
         return (found / total.masked_fill(total == 0, 1)).to(q.dtype)
 
     def _largest(self, own: torch.Tensor) -> torch.Tensor:
-        """The largest scores of all workers that have keys of the same queries."""
+        """The largest scores on all workers with keys of the same queries."""
         there, axes = self.plan.results[0], self.plan.schedule.axes
         places = len(self.plan.schedule.rows)
         lengths = (own.shape[-2], 1)
@@ -234,7 +234,7 @@ class _AttentionCall:
 
 @contextmanager
 def noted_ways() -> Iterator[list[str]]:
-    """The ways that attention takes inside of the `with` block, call by call."""
+    """Record the ways of attention in the `with` block, call by call."""
     notes: list[str] = []
     with setting(_notes, notes):
         yield notes
@@ -246,7 +246,7 @@ def ways_of(
     groups: int = 1,
     most: float | None = None,
 ) -> tuple[AttentionPlan, ...]:
-    """All ways for such operands, the best first; `most` keys and values are gathered."""
+    """All ways for these operands, best first; they gather at most `most` keys and values."""
     layouts = [each._layout if isinstance(each, Tensor) else None for each in operands]
     shapes = [tuple(each.shape) for each in operands]
     return ways_between(shapes, layouts, is_causal, groups, most)
@@ -259,29 +259,29 @@ def ways_between(
     groups: int,
     most: float | None = None,
 ) -> tuple[AttentionPlan, ...]:
-    """The same for operands of these shapes that lie so, on one grid; None for plain ones."""
+    """The same for operands of these shapes and layouts, on one grid; None for plain ones."""
     partition = next(each for each in layouts if each is not None).partition
     most = attention_plan.GATHERED if most is None else most
     return plans(partition, tuple(shapes), tuple(layouts), is_causal, groups, most)
 
 
 def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tensor:
-    """Which keys the queries in these rows of the whole see: those that are not behind them."""
+    """The keys that queries in these rows of the whole see: those up to their own indices."""
     queries = torch.arange(*rows, device=device).unsqueeze(-1)
     return queries >= torch.arange(num_keys, device=device)
 
 
 @rule("_nested_tensor_from_mask_left_aligned")
 def is_left_aligned(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
-    """Whether padding may be left out, as `torch.nn.TransformerEncoder` asks: spread, it stays."""
+    """False, so that `torch.nn.TransformerEncoder` keeps padding in spread tensors."""
     return False
 
 
 @rule("multi_head_attention_forward", plain=True)
 def multi_head_attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What `torch.nn.MultiheadAttention` calls, with batch and heads as dimensions of their own.
+    """The function of `torch.nn.MultiheadAttention`, with batch and heads as separate dimensions.
 
-    Torch merges them into one, which would make a split batch whole.
+    Torch merges them into one, which would gather a split batch.
     """
     given = arguments_of(name, func, args, kwargs)
     q, k, v = given["query"], given["key"], given["value"]
@@ -316,7 +316,7 @@ def multi_head_attention(name: str, func: Any, args: Arguments, kwargs: Settings
 
 
 def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Settings) -> Any:
-    """Attention of all heads, and the weights if they are asked for."""
+    """Attention of all heads, and the weights if they are needed."""
     heads, (length, batch, width) = given["num_heads"], q.shape
     biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
     if given["use_separate_proj_weight"]:
@@ -337,7 +337,7 @@ def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Sett
     if given["add_zero_attn"]:
         zeros = torch.zeros(batch, heads, 1, width // heads, dtype=q.dtype, device=q.device)
         k, v = torch.cat([k, zeros], 2), torch.cat([v, zeros], 2)
-    # With the hint alone torch does not look at the mask, which must be a causal one.
+    # With the hint alone torch ignores the mask, which must be a causal one.
     is_causal = given["is_causal"] and padding is None and not given["need_weights"]
     bias = None if is_causal else _bias(padding, mask, q, k.shape[2])
     dropout = given["dropout_p"] if given["training"] else 0.0
@@ -355,12 +355,12 @@ def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Sett
 
 
 def _statics(x: Any, static: Any, heads: int) -> Any:
-    """Keys or values that the caller gives in the place of projected ones."""
+    """Keys or values that the caller passed instead of projected ones."""
     return x if static is None else static.reshape(-1, heads, *static.shape[1:])
 
 
 def _bias(padding: Any, mask: Any, q: Any, num_keys: int) -> Any:
-    """What is added to the scores, of both masks; keys that were added behind are seen by all."""
+    """The term of the scores for both masks; keys that were appended are visible to all."""
     found = None
     if mask is not None:
         mask = mask if mask.dim() == 2 else mask.reshape(q.shape[0], -1, *mask.shape[1:])
@@ -374,7 +374,7 @@ def _bias(padding: Any, mask: Any, q: Any, num_keys: int) -> Any:
 
 
 def _additive(mask: Any, dtype: torch.dtype) -> Any:
-    """A mask of truth values, which says what is hidden, as a term of the scores."""
+    """A mask as a term of the scores; a boolean mask marks hidden keys."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
     if not mask.is_floating_point():

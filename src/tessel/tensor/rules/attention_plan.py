@@ -1,15 +1,15 @@
-"""Ways of attention: where queries, keys and values meet, chosen by how much travels.
+"""Ways of attention: where queries, keys and values meet, chosen by the amount of data sent.
 
-Batch and heads are treated one by one, so they stay split. If the sequence is split as well, each
-query has to meet all keys:
+Batch and heads are independent, so they stay split. If the sequence is split as well, each query
+must meet all keys:
 
-- `heads`: the axes of the grid that split the sequence go over to heads and batch for a while;
+- `heads`: the axes of the grid that split the sequence split heads and batch for a while;
 - `queries`: keys and values stay, all queries, which are few, go to them, and results are merged;
-- `gather`: everybody gets all keys and values, if they are few;
-- `ring`: queries stay, and keys and values come block by block.
+- `gather`: all workers get all keys and values, if they are few;
+- `ring`: queries stay, and keys and values arrive block by block.
 
-A causal ring deals queries out anew, an early chunk and a late one to each worker, so that all of
-them see about as many keys.
+A causal ring redistributes queries, an early chunk and a late one to each worker, so that all of
+them see about the same number of keys.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tessel.tensor.block_sum import ROWS, BlockSchedule, Operand
 from tessel.tensor.rules.products import planned
 from tessel.transport import kept_in_job
 
-GATHERED = 1 << 16  # values of keys and values that go to all workers: one message is quicker
+GATHERED = 1 << 16  # so many values of keys and values go to all workers: one message is faster
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How attention is computed for tensors that lie in given ways.
+    """The computation of attention for tensors in given layouts.
 
     Attributes:
         way: its name.
-        inputs: how q, k, v and the mask lie; several layouts for chunks of rows, in their order.
-        results: how the results of these chunks lie.
-        final: how the result shall lie.
-        schedule: which queries and keys each worker multiplies.
-        operands: how q, k, v and the mask lie in its steps.
-        num_values: how many a worker receives, the one that receives most, forward and backward.
+        inputs: the layouts of q, k, v and the mask; several layouts for chunks of rows, in order.
+        results: the layouts of the results of these chunks.
+        final: the layout of the result.
+        schedule: the queries and keys that each worker multiplies.
+        operands: the layouts of q, k, v and the mask in its steps.
+        num_values: the largest number of values that a worker receives, forward and backward.
     """
 
     way: str
@@ -61,7 +61,7 @@ def plans(
     groups: int,
     most: float,
 ) -> tuple[AttentionPlan, ...]:
-    """All ways, the best first: that for which the fewest values travel, forward and backward."""
+    """All ways, best first: by the number of values that are sent, forward and backward."""
     given = AttentionPlanner(partition, shapes, layouts, is_causal, groups)
     if not given.axes:
         return (given.as_they_lie("local", given.inner),)
@@ -72,7 +72,7 @@ def plans(
         )
         if everywhere > most:
             found = []
-        # so that a worker has no more scores than a block of queries with a block of keys has
+        # so that a worker has no more scores than those of a block of queries and a block of keys
         if given.are_few:
             found.insert(0, given.queries())
         found.append(given.ring())
@@ -84,14 +84,14 @@ def plans(
 
 @dataclass(frozen=True)
 class AttentionPlanner:
-    """What plans of attention are made for, and what they have in common.
+    """The operands for which plans of attention are made, and what the plans have in common.
 
     Attributes:
         partition: the workers.
-        shapes: of q, k, v and the mask, if there is one.
-        layouts: theirs, None for plain ones.
-        is_causal: whether queries see only keys that are not behind them.
-        groups: how many heads of queries share one of keys.
+        shapes: the shapes of q, k, v and the mask, if there is one.
+        layouts: their layouts, None for plain tensors.
+        is_causal: whether queries see only keys up to their own indices.
+        groups: the number of heads of queries that share a head of keys.
     """
 
     partition: Partition
@@ -101,7 +101,7 @@ class AttentionPlanner:
     groups: int
 
     def hosted(self, layouts: tuple[Layout | None, ...], count: int) -> tuple[Layout | None, ...]:
-        """The same with the last dimensions of q, k and v whole: others host their axes."""
+        """The layouts with the last dimensions of q, k and v whole: others host their axes."""
         return tuple(
             each
             if each is None or number == 3
@@ -111,11 +111,11 @@ class AttentionPlanner:
 
     @cached_property
     def inner(self) -> tuple[Layout | None, ...]:
-        """How operands lie where scores are computed: with whole features."""
+        """The layouts of operands when scores are computed: with whole features."""
         return self.hosted(self.layouts, 1)
 
     def of_batch(self, layouts: tuple[Layout | None, ...]) -> tuple[list[Layout], Layout]:
-        """How operands and result lie if sequences are whole, too: split by batch and heads."""
+        """The layouts of operands and result with whole sequences: split along batch and heads."""
         batch = ascii_lowercase[: max(map(len, self.shapes)) - 2]
         indices = [
             batch[len(batch) - len(shape) + 2 :] + end
@@ -123,8 +123,8 @@ class AttentionPlanner:
         ]
         wholes: list[Layout | None] = [None] * len(layouts)
         for number, each in enumerate(layouts[:3]):
-            # sequence and features; of grouped keys, whose heads are others than those of queries,
-            # the heads as well
+            # sequence and features; for grouped keys, whose heads differ from those of queries,
+            # also the heads
             count = 3 if self.groups > 1 and number > 0 else 2
             if each is not None:
                 ndim = len(each.shape)
@@ -143,12 +143,12 @@ class AttentionPlanner:
 
     @cached_property
     def wholes(self) -> tuple[list[Layout], Layout]:
-        """How operands and result lie with whole sequences."""
+        """The layouts of operands and result with whole sequences."""
         return self.of_batch(self.inner)
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """The axes that split a sequence and are not needed for batch or heads."""
+        """The axes that split a sequence, but neither batch nor heads."""
         free = {*self.wholes[1].shared}
         found: list[int] = []
         for layout in self.inner[:3]:
@@ -171,7 +171,7 @@ class AttentionPlanner:
 
     @cached_property
     def rows(self) -> Cut:
-        """The queries of each place: as they lie, if they lie so."""
+        """The queries of each place: as they are split, if along these axes."""
         return self._sequence(self.inner[0], self.shapes[0][-2])
 
     @cached_property
@@ -197,7 +197,7 @@ class AttentionPlanner:
 
     @cached_property
     def final(self) -> Layout:
-        """How the result shall lie: as the queries do; of plain ones, whole if there are few."""
+        """The layout of the result: that of the queries; for plain ones, whole if they are few."""
         queries, result = self.layouts[0], self.wholes[1]
         if queries is not None and len(queries.shape) == len(result.shape):
             return queries.split_like(result.shape)
@@ -206,23 +206,23 @@ class AttentionPlanner:
         return _cut(result, -2, self.rows)
 
     def as_they_lie(self, way: str, there: tuple[Layout | None, ...]) -> AttentionPlan:
-        """Everything whole but batch and heads: each worker has some of these for itself."""
+        """The way with all dimensions whole except batch and heads."""
         inputs, result = self.of_batch(there)
         rows = Cut.whole(self.shapes[0][-2])
         return self._held(way, tuple((each,) for each in inputs), result, rows)
 
     def gather(self) -> AttentionPlan:
-        """Queries split, keys and values whole."""
+        """The way with split queries, and whole keys and values."""
         inputs, result = self.wholes
         lie = tuple(
-            # split if it has a row for each query, else for use along the axes
+            # split if it has a row for each query, else used separately along the axes
             (_cut(each, -2, self.rows) if self._has_rows(number) else _apart(each, self.axes),)
             for number, each in enumerate(inputs)
         )
         return self._held("gather", lie, _cut(result, -2, self.rows), self.rows)
 
     def queries(self) -> AttentionPlan:
-        """Keys and values split, all queries with each of their parts; results are summed."""
+        """The way with split keys and values, each part met by all queries; results are summed."""
         inputs, target = self.wholes
         lie = [_apart(inputs[0], self.axes)]
         for number, each in enumerate(inputs[1:], 1):
@@ -231,9 +231,9 @@ class AttentionPlanner:
             lie.append(_cut(each, dim, self.columns) if has_columns else _apart(each, self.axes))
         queries, places = self.inner[0], self.places
         stays = queries is not None and queries.cuts[-2].axes == self.axes
-        if stays:  # each worker sums up the results of its own queries
+        if stays:  # each worker sums the results of its own queries
             target = _cut(target, -2, self.rows)
-        # with a result comes the sum of its weights, and before it, from all, the largest score
+        # a result is sent with the sum of its weights, and before it, all largest scores
         terms = max(
             prod((*target.shape_on(w)[:-1], target.shape[-1] + 1)) for w in target.partition.ranks
         )
@@ -245,12 +245,12 @@ class AttentionPlanner:
         return self._plan("queries", whole, (target,), schedule, self._operands, 2 * merged)
 
     def ring(self) -> AttentionPlan:
-        """Queries stay, or are dealt out anew, and keys and values come block by block."""
+        """The way with queries that stay, or are redistributed, and keys in travelling blocks."""
         inputs, result = self.wholes
         places, length = self.places, self.shapes[0][-2]
         dealt = [self.rows]
         if self.is_causal and length >= 2 * places:
-            # An early chunk and a late one: together each place sees about as many keys.
+            # An early chunk and a late one: each place sees about the same number of keys.
             chunks = boxes.balanced(length, 2 * places)
             both = tuple(chunks[:places]), tuple(chunks[: places - 1 : -1])
             dealt = [Cut(self.axes, each) for each in both]
@@ -269,8 +269,8 @@ class AttentionPlanner:
                 there = _cut(each, dim, self.columns)
                 lie.append((there,))
                 if self.groups > 1 and number < 3:
-                    # workers whose queries share a head each have it, and get each block of it from
-                    # the next place: for the way, these are heads of their own
+                    # workers whose queries share a head of keys all have it, and get each block of
+                    # it from the next place: to be sent, these count as separate heads
                     heads = there.cuts[-3]
                     own = boxes.consecutive(stop - start for start, stop in heads.intervals)
                     there = there.recut(len(there.shape) - 3, Cut(heads.axes, own), own[-1][1])
@@ -290,7 +290,7 @@ class AttentionPlanner:
 
     @cached_property
     def _operands(self) -> tuple[Operand, ...]:
-        """Operands whose columns are all there."""
+        """The operands of steps in which all columns are present."""
         found = [ROWS, Operand(columns=-2), Operand(columns=-2)]
         if len(self.shapes) > 3:
             columns = -1 if self.shapes[3][-1] > 1 else None
@@ -300,7 +300,7 @@ class AttentionPlanner:
     def _held(
         self, way: str, inputs: tuple[tuple[Layout, ...], ...], result: Layout, rows: Cut
     ) -> AttentionPlan:
-        """Queries with keys that a worker has, all, in as many blocks as there are workers."""
+        """A way in which workers have all keys of their queries, in one block for each worker."""
         columns = boxes.balanced(self.shapes[1][-2], self.partition.size)
         own = tuple((each,) for each in rows.intervals)
         schedule = BlockSchedule(self.partition, rows.axes, own, columns, self.is_causal)
@@ -315,7 +315,7 @@ class AttentionPlanner:
         operands: tuple[Operand, ...],
         more: int = 0,
     ) -> AttentionPlan:
-        """A way with what the worker receives that receives most: operands, results, and more."""
+        """A plan with the largest number of received values: operands, results, and `more`."""
         found = 0
         for worker in self.partition.ranks:
             count = missing(results, (self.final,), worker)
@@ -326,7 +326,7 @@ class AttentionPlanner:
 
 
 def _cut(layout: Layout, dim: int, cut: Cut) -> Layout:
-    """The same with a dimension, counted from the end, split along axes that were shared."""
+    """The layout with a dimension, counted from the end, split along axes that were shared."""
     cuts = list(layout.cuts)
     cuts[dim] = cut
     shared = tuple(axis for axis in layout.shared if axis not in cut.axes)
@@ -334,12 +334,12 @@ def _cut(layout: Layout, dim: int, cut: Cut) -> Layout:
 
 
 def _apart(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The same with copies along some axes that are used one by one."""
+    """The layout with separate copies along some axes."""
     return replace(layout, shared=tuple(axis for axis in layout.shared if axis not in axes))
 
 
 def missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int) -> int:
-    """How many values a worker has afterwards that it did not have before."""
+    """The number of values of a worker in the layouts `after` that it did not have `before`."""
     found = 0
     for layout in after:
         box = layout.box(worker)
@@ -353,7 +353,7 @@ def missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int) 
 
 
 def _travelling(schedule: BlockSchedule, operands: list[Operand]) -> int:
-    """How many values come round the ring to the worker that gets most."""
+    """The number of values that arrive in a ring at the worker that receives most."""
     found = 0
     for worker in schedule.partition.ranks:
         place, count = schedule.place_of(worker), 0

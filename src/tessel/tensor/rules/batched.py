@@ -1,8 +1,8 @@
-"""Functions that mix some dimensions of several tensors, and treat the others one by one.
+"""Functions that mix some dimensions of several tensors, and are independent along others.
 
 As in `products`, each dimension has a letter, and a letter is split by the axes that split it in
-the largest operand that has it. Letters that the function mixes are whole on the worker that
-computes: distances between rows, samples of an image at points, attention of queries to keys.
+the largest operand that has it. Letters that the function mixes are whole on each worker:
+distances between rows, samples of an image at points, attention of queries to keys.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def batched(
     func: Callable[..., torch.Tensor],
     settings: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """What a function makes of tensors, of which some are spread and plain ones on all workers.
+    """Apply a function to tensors, of which some are spread, and plain ones are on all workers.
 
     Args:
-        name: of the function.
+        name: the name of the function.
         equation: the letters of the operands, and those of the result.
-        whole: the letters that the function mixes, and those that it adds.
+        whole: the letters that the function mixes or adds.
         operands: the tensors.
-        func: the function of the operands, or of parts of them that have these letters whole. The
-            outline of torch's own is remembered; that of `grid_sample` takes 10 ms to find.
+        func: the function of the operands, or of parts of them with whole dimensions of these
+            letters. Outlines of torch's functions are cached; that of `grid_sample` takes 10 ms.
         settings: its other arguments, by name.
     """
     given = dict(settings or {})
@@ -52,7 +52,7 @@ def batched(
 def plan_of(
     name: str, equation: Letters, whole: str, operands: Sequence[torch.Tensor]
 ) -> Contraction:
-    """How the operands and the result lie; mixed dimensions that are split go to hosts."""
+    """The layouts of operands and result; mixed dimensions that are split go to hosts."""
     indices, output = equation
     layouts = tuple(
         x._layout.hosted(tuple(dim for dim, letter in enumerate(letters) if letter in whole))
@@ -66,7 +66,7 @@ def plan_of(
 
 
 def check_partition(name: str, operands: Sequence[torch.Tensor]) -> Any:
-    """The partition on which all spread operands lie."""
+    """The partition of all spread operands."""
     layouts = [each._layout for each in operands if isinstance(each, Tensor)]
     check_together(name, layouts)
     return layouts[0].partition
@@ -78,9 +78,9 @@ def applied(
     plan: Contraction,
     kind: torch.dtype,
 ) -> torch.Tensor:
-    """The function of parts; a worker without values has zeros that hang on what it has.
+    """Apply a function to parts; without values, return zeros that depend on the operands.
 
-    Torch refuses some functions of empty tensors, and derives others as constants.
+    Torch rejects some functions of empty tensors, and treats others as constants in derivatives.
     """
     parts = [part_of(*each) for each in zip(operands, plan.inputs, strict=True)]
     shape = plan.result.local_shape
@@ -93,7 +93,7 @@ def applied(
 
 
 def part_of(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This worker's part of an operand in a layout of its shape; a plain one is on all workers."""
+    """This worker's part of an operand in a layout; a plain operand is on all workers."""
     if isinstance(value, Tensor):
         return moved(value, layout)
     part = used(value, layout)
@@ -106,15 +106,15 @@ def part_of(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def whole_of(value: Any) -> Any:
-    """A small operand, plain, on all workers."""
+    """A small operand as a plain tensor on all workers."""
     return value.full() if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()
 def holds_anywhere(condition: torch.Tensor) -> bool:
-    """Whether a condition holds at any place of a tensor: all workers know, and raise alike.
+    """Whether a condition holds anywhere in a tensor; all workers know, and raise alike.
 
-    One outside of the tensor's partition, which has no values, does not.
+    A worker outside of the tensor's partition, which has no values, does not know: False.
     """
     if outlining.get():
         return False

@@ -1,4 +1,4 @@
-"""Functions that are others, one after the other: every step has a rule of its own."""
+"""Functions that are compositions of others: each step has a rule of its own."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _ALIASES: dict[str, Any] = {
 
 @rule(*_ALIASES, plain=True)
 def alias(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A function that torch has under two names."""
+    """A function with two names in torch."""
     return _ALIASES[name](*args, **kwargs)
 
 
 @rule("linalg_diagonal")
 def matrix_diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """`diagonal` of the last two dimensions, unless others are named."""
+    """`diagonal`, by default of the last two dimensions."""
     return torch.diagonal(args[0], **{"offset": 0, "dim1": -2, "dim2": -1} | kwargs)
 
 
@@ -61,7 +61,7 @@ def diagflat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("linalg_multi_dot", plain=True)
 def multi_dot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Matrix products from the left to the right."""
+    """Matrix products from left to right."""
     given = list(args[0])
     ndims = [each.dim() for each in given]
     if len(given) < 2 or {*ndims[1:-1]} - {2} or {ndims[0], ndims[-1]} - {1, 2}:
@@ -74,12 +74,12 @@ def multi_dot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("linalg_matrix_power")
 def matrix_power(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Squares of squares, as many as the power has binary digits."""
+    """Powers by repeated squares, one for each binary digit of the exponent."""
     x, power = args[0], argument(args, kwargs, 1, "n")
     if power < 0:
         x, power = torch.linalg.inv(x), -power
     outlines(func, (x, power), {})  # torch's own error
-    # the power of zero as a sum with x, so that it lies as x does
+    # x⁰ as a sum with x, so that it has the layout of x
     found = x - x + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if not power else None
     while power:
         if power % 2:
@@ -98,20 +98,20 @@ def vecdot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("linalg_cross", "cross", plain=True)
 def cross(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """z_i = x_{i+1} y_{i+2} - x_{i+2} y_{i+1}, where indices go round."""
+    """z_i = x_{i+1} y_{i+2} - x_{i+2} y_{i+1}, with indices modulo 3."""
     x, y = args[0], argument(args, kwargs, 1, "other")
     usual = -1 if name == "linalg_cross" else None
     dim = argument(args, kwargs, 2, "dim", usual)
     outlines(func, (x, y), {"dim": dim})  # torch's own error
-    if dim is None:  # the first of length three
+    if dim is None:  # the first dimension of length three
         dim = list(x.shape).index(3)
-    dim = dim if dim < 0 else dim - x.dim()  # from behind: the operands may be broadcast
+    dim = dim if dim < 0 else dim - x.dim()  # from the end: the operands may be broadcast
     return x.roll(-1, dim) * y.roll(-2, dim) - x.roll(-2, dim) * y.roll(-1, dim)
 
 
 @rule("kron", plain=True)
 def kron(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Every element of the one tensor times the other tensor."""
+    """Each element of the first tensor times the second tensor."""
     x, y = args[0], argument(args, kwargs, 1, "other")
     ndim = max(x.dim(), y.dim())
     rows = [(1,) * (ndim - each.dim()) + tuple(each.shape) for each in (x, y)]
@@ -123,7 +123,7 @@ def kron(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("linalg_norm")
 def any_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """That of a vector, of matrices, or of all values."""
+    """The norm of vectors, of matrices, or of all values."""
     x, order = args[0], argument(args, kwargs, 1, "ord")
     dim, keepdim = argument(args, kwargs, 2, "dim"), argument(args, kwargs, 3, "keepdim", False)
     kind = {"dtype": kwargs.get("dtype")}
@@ -139,7 +139,7 @@ def any_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("linalg_matrix_norm")
 def matrix_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Norms that need no singular values: of all entries, or the largest sum of a row."""
+    """Norms without singular values: Frobenius, and extreme sums of rows or columns."""
     x, order = args[0], argument(args, kwargs, 1, "ord", "fro")
     dims = argument(args, kwargs, 2, "dim", (-2, -1))
     keepdim, dtype = argument(args, kwargs, 3, "keepdim", False), kwargs.get("dtype")
@@ -167,19 +167,19 @@ def sum_to_size(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("renorm")
 def renorm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Slices along a dimension whose norm is too large are made smaller."""
+    """Scale down slices along a dimension whose norm is too large."""
     given = dict(zip(("p", "dim", "maxnorm"), args[1:], strict=False)) | kwargs
     x, most = args[0], given["maxnorm"]
     outlines(func, args, kwargs)  # torch's own error
     (dim,) = dims_of(given["dim"], x._layout)
     others = [d for d in range(x.dim()) if d != dim]
     norms = torch.linalg.vector_norm(x, given["p"], others, keepdim=True)
-    return x * torch.where(norms > most, most / (norms + 1e-7), 1.0)  # torch's own number
+    return x * torch.where(norms > most, most / (norms + 1e-7), 1.0)  # torch's own constant
 
 
 @rule("cov")
 def cov(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Products of rows around their means."""
+    """Products of rows minus their means."""
     x = args[0]
     given = dict(zip(("correction", "fweights", "aweights"), args[1:], strict=False)) | kwargs
     if given.get("fweights") is not None or given.get("aweights") is not None:
@@ -190,12 +190,12 @@ def cov(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     offsets = rows - rows.mean(1, True)
     conjugate = offsets.conj() if x.is_complex() else offsets
     found = offsets @ conjugate.mT / max(0, rows.shape[1] - given.get("correction", 1))
-    return found if rows.shape[0] != 1 else found.reshape(())  # one variance, as torch has it
+    return found if rows.shape[0] != 1 else found.reshape(())  # a single variance, as in torch
 
 
 @rule("corrcoef")
 def corrcoef(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Covariances, divided by deviations."""
+    """Covariances divided by standard deviations."""
     x = args[0]
     if x.is_complex():
         raise unsupported(name, "complex numbers are not supported", x._layout)
@@ -208,7 +208,7 @@ def corrcoef(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("block_diag", plain=True)
 def block_diag(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Matrices one below the other, each padded to the width of all."""
+    """Matrices below each other, each padded to the total width."""
     given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
     outlines(func, tuple(given), {})  # torch's own error
     matrices = [torch.atleast_2d(each) for each in given]
@@ -230,7 +230,7 @@ def cartesian_prod(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
 
 @rule("select_scatter", "slice_scatter", plain=True)
 def scatter_slice(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A copy with other values at one index of a dimension, or at a slice of it."""
+    """A copy with other values at an index, or a slice, of a dimension."""
     names = ("src", "dim", "index") if name.startswith("select") else _SLICE
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     outlines(func, args, kwargs)  # torch's own error
@@ -240,7 +240,7 @@ def scatter_slice(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     if name == "slice_scatter":
         key = slice(given.get("start"), given.get("end"), given.get("step", 1))
     if not held_layouts(x):
-        x = x + 0 * given["src"].sum()  # so that it is spread, too
+        x = x + 0 * given["src"].sum()  # to make it spread, too
     x[(*[slice(None)] * dim, key)] = given["src"]
     return x
 
@@ -264,7 +264,7 @@ def local_response_norm(name: str, func: Any, args: Arguments, kwargs: Settings)
 
 @rule("isin", plain=True)
 def isin(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Whether each element is one of some values, which all workers have."""
+    """Whether each element is one of the test elements, which all workers have."""
     elements = argument(args, kwargs, 0, "elements")
     values = whole_of(argument(args, kwargs, 1, "test_elements"))
     rest = {key: value for key, value in kwargs.items() if "elements" not in key}
@@ -275,7 +275,7 @@ def isin(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("lp_pool1d", "lp_pool2d", "lp_pool3d")
 def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Norms of windows, as means of powers."""
+    """Norms of windows, by means of powers."""
     given = named(args, kwargs, norm_type=2.0, kernel_size=1, stride=None, ceil_mode=False)
     D, p = int(name[-2]), given["norm_type"]
     sizes = {key: given[key] for key in ("kernel_size", "stride", "ceil_mode")}
@@ -289,9 +289,9 @@ def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) 
 
 @rule("max_unpool1d", "max_unpool2d", "max_unpool3d")
 def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values go to places anywhere in an image, which is whole for that; others need not be."""
+    """Put values at any positions of an image, which must be whole; batches may be split."""
     names = ["kernel_size", "stride", "padding", "output_size"]
-    if func is not getattr(F, name):  # torch's own, which that calls with a plain input
+    if func is not getattr(F, name):  # the C++ function, which F's calls for a plain input
         names = ["output_size", "stride", "padding"]
     given = named(args, kwargs, **dict.fromkeys(["indices", *names]))
     x, indices, D = args[0], given.pop("indices"), int(name[-2])
@@ -303,7 +303,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             f"{tuple(indices.shape)}"
         )
     there = layout.hosted(space)
-    if given["output_size"] is None:  # that of an image whose pool has the size of the input
+    if given["output_size"] is None:  # the size of an image whose pool has the size of the input
         kernel, pads = tuple_of(given["kernel_size"], D), tuple_of(given["padding"] or 0, D)
         steps = kernel if given["stride"] is None else tuple_of(given["stride"], D)
         sizes = zip(layout.shape[-D:], steps, pads, kernel, strict=True)

@@ -1,9 +1,9 @@
-"""Convolutions: each worker fetches what its outputs read, and torch convolves that.
+"""Convolutions: each worker fetches the inputs that its outputs read, and torch convolves them.
 
 A convolution is a product of inputs and weights, summed over the channels of the input, whose
-indices of space are read through windows. So with a weight in blocks it is planned as products are:
-each index is split as in the largest operand that has it, and what is summed over a split index is
-added by one movement.
+indices of space are read through windows. So with a weight in blocks it is planned like products:
+each index is split as in the largest operand that has it, and sums over a split index are added by
+one movement.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tessel.tensor.thin_volumes import in_order, order_for, turned, turned_back
 from tessel.tensor.windowed import Numbers, Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 
-Widths = tuple[Interval, ...]  # how much is put before and behind each dimension
+Widths = tuple[Interval, ...]  # the padding before and after each dimension
 _CONVOLUTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
 
 
 @rule("conv1d", "conv2d", "conv3d")
 def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """`torch.nn.functional.conv*`: with a weight in blocks where they lie, else with all of it."""
+    """`torch.nn.functional.conv*` with the blocks of a weight where they are, or with all of it."""
     given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
     layout = args[0]._layout
     weight, bias = given.pop("weight"), given.pop("bias", None)
@@ -65,27 +65,27 @@ _ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")
 def _blocks_planned(
     x: Layout, weight: Layout, shape: Shape, groups: int, outputs_first: bool
 ) -> Contraction | None:
-    """How a convolution is computed in blocks; None where each worker takes all of the weight.
+    """The plan of a convolution in blocks; None if each worker needs all of the weight.
 
     Args:
-        x: how the input lies.
-        weight: how the weight lies.
-        shape: of the whole output.
-        groups: of channels.
-        outputs_first: whether the weight is (outputs, inputs, *kernel), or the inputs come first.
+        x: the layout of the input.
+        weight: the layout of the weight.
+        shape: the shape of the whole output.
+        groups: the number of groups of channels.
+        outputs_first: whether the weight is (outputs, inputs, *kernel), or inputs come first.
     """
     if x.partition != weight.partition:
         return None
     num_dims = len(weight.shape) - 2
     channel = len(shape) - num_dims - 1
     inputs = "Z"
-    weight = weight.gathered(range(2, len(weight.shape)))  # windows need all of a kernel
+    weight = weight.gathered(range(2, len(weight.shape)))  # windows need whole kernels
     if groups > 1:
         size = weight.shape[0] // groups
         ends = [end for interval in weight.cuts[0].intervals for end in interval]
         if not outputs_first or any(end % size for end in ends):  # a block has parts of groups
             return None
-        # Outputs read the inputs of their groups: those are no index of the weight.
+        # Outputs read the inputs of their groups, which are not an index of the weight.
         x, weight, inputs = x.gathered([channel]), weight.gathered([1]), "G"
     lengths = (*x.shape[: channel + 1], *shape[channel + 1 :])
     cuts = (*x.cuts[: channel + 1], *x.resized(lengths).cuts[channel + 1 :])
@@ -99,7 +99,7 @@ def _blocks_planned(
         (Layout(x.partition, lengths, cuts, x.shared), weight),
     )
     splits = any(map(plan.inputs[1].is_split, range(2)))
-    return plan if splits else None  # none of its axes is free: x keeps them for space and batch
+    return plan if splits else None  # x uses all axes of the weight for space and batch
 
 
 def convolve_with(
@@ -111,23 +111,23 @@ def convolve_with(
     settings: Any,
     outputs_first: bool = True,
 ) -> SpreadTensor:
-    """What the rule of a convolution gives: with a weight in blocks where they lie, else with all.
+    """Apply a convolution with the blocks of a weight where they are, or with all of it.
 
     Args:
-        weight: spread or plain.
-        bias: the same.
+        weight: the weight, spread or plain.
+        bias: the bias, likewise.
         x: the input.
-        shape: of the whole output.
+        shape: the shape of the whole output.
         convolve_parts: computes this worker's part, or with a plan its term of a sum.
-        settings: of the convolution.
-        outputs_first: whether the weight is (outputs, inputs, *kernel), or the inputs come first.
+        settings: the settings of the convolution.
+        outputs_first: whether the weight is (outputs, inputs, *kernel), or inputs come first.
     """
     part, layout = opened(x)
     plan = None
     if isinstance(weight, SpreadTensor) and not weight._layout.is_whole:
         plan = _blocks_planned(layout, weight._layout, shape, settings.groups, outputs_first)
     outputs = settings.channels.outputs
-    if bias is not None and bias.shape != (outputs,):  # of which a worker may see a part
+    if bias is not None and bias.shape != (outputs,):  # torch may only see a part of it
         raise RuntimeError(
             f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
             f"{outputs} elements, but got bias of size {list(bias.shape)} instead"
@@ -138,7 +138,7 @@ def convolve_with(
         return made(*convolve_parts(part, layout, weight, bias, settings))
     if bias is None or plan.terms is plan.result:
         return summed(convolve_parts(part, layout, weight, bias, settings, plan)[0], plan)
-    # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
+    # If the bias is added to the final sum, its gradient is not summed over the terms.
     y = summed(convolve_parts(part, layout, weight, None, settings, plan)[0], plan)
     found = y + bias.reshape(-1, *[1] * settings.num_dims).to(y.dtype)
     assert isinstance(found, SpreadTensor)
@@ -148,7 +148,7 @@ def convolve_with(
 def check_numbers(
     kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Sequence[int]
 ) -> None:
-    """Raise for settings that torch rejects only where there are values to convolve."""
+    """Raise for settings that torch rejects only if there are values to convolve."""
     for what, numbers, least in (
         ("padding", padding, 0),
         ("stride", stride, 1),
@@ -164,7 +164,7 @@ def check_numbers(
 
 @dataclass(frozen=True)
 class ConvolutionSettings:
-    """What a convolution is, but for the values of its weight."""
+    """The arguments of a convolution except the values of its weight."""
 
     weight: Shape  # (outputs, inputs of a group, *kernel)
     stride: Numbers
@@ -191,7 +191,7 @@ class ConvolutionSettings:
 
     @cached_property
     def is_pointwise(self) -> bool:
-        """Whether a line or an image is convolved with kernels of one value, in one group."""
+        """Whether this is a 1-d or 2-d convolution with kernels of one value, in one group."""
         return self.num_dims < 3 and prod(self.weight[2:]) == 1 and self.groups == 1
 
     def windows(self, before: Numbers) -> tuple[Window, ...]:
@@ -208,7 +208,7 @@ def settings_of(
     groups: int = 1,
     mode: str = "zeros",
 ) -> ConvolutionSettings:
-    """The settings that torch's arguments say, for a weight of this shape."""
+    """The settings by torch's arguments, for a weight of this shape."""
     weight = tuple(weight)
     D = len(weight) - 2
     dilations = tuple_of(dilation, D)
@@ -224,7 +224,7 @@ def settings_of(
 
 @lru_cache(maxsize=1024)
 def convolved(shape: Shape, settings: ConvolutionSettings) -> Shape:
-    """The shape of the whole output; torch's own error if there is none."""
+    """The shape of the whole output; raises torch's own errors."""
     x = outline(shape)
     widths = [width for pair in reversed(settings.widths) for width in pair]
     if settings.mode != "zeros" and any(width < 0 for width in widths):
@@ -250,12 +250,12 @@ def convolved(shape: Shape, settings: ConvolutionSettings) -> Shape:
 
 @dataclass(frozen=True)
 class ConvolutionPlan:
-    """How a worker comes from its part of the input to its part of the output.
+    """The steps from a worker's part of the input to its part of the output.
 
     Attributes:
-        wraps: first, dimensions that wrap around are continued.
-        windowed: then every worker fetches what its windows read; zeros beyond the border of a
-            dimension that is split come along. Dimensions that are mirrored are put in order.
+        wraps: first, circular dimensions are continued.
+        windowed: then every worker fetches what its windows read, with zeros beyond the border
+            along split dimensions. Mirrored dimensions are put in order.
         padding: then torch pads the dimensions that are whole, and convolves.
     """
 
@@ -264,7 +264,7 @@ class ConvolutionPlan:
     padding: Numbers
 
     def fetch(self, x: Tensor) -> Tensor:
-        """What this worker convolves."""
+        """Bring this worker the values that it convolves."""
         for wrap in self.wraps:
             x = wrap.apply(x)
         if self.reads_part:
@@ -273,7 +273,7 @@ class ConvolutionPlan:
 
     @cached_property
     def taps(self) -> tuple[tuple[int, Interval], ...]:
-        """For dimensions of the weight of which this worker needs a part, this part."""
+        """The dimensions of the weight of which this worker needs an interval, and the interval."""
         box, fields = self.windowed.target.box(), self.windowed.fields
         if box is None:
             return ()
@@ -285,10 +285,10 @@ class ConvolutionPlan:
 
     @cached_property
     def reads_part(self) -> bool:
-        """Whether torch makes the same of this worker's part as of what it reads of it.
+        """Whether torch computes the same from this worker's part as from the inputs that it reads.
 
-        With a stride, the windows may end before the part does: torch leaves the rest alone, and
-        the gradient of a slice would be zeros of the size of the part and a copy.
+        With a stride, the windows may end before the part does: torch ignores the rest, and the
+        gradient of a slice would be zeros of the size of the part and a copy.
         """
         plan = self.windowed
         own, wanted = plan.source.box(), plan.read.box()
@@ -316,10 +316,10 @@ def planned(
     """The plan for outputs in the layout `target`.
 
     Args:
-        source: where the input lies.
-        target: where the outputs are computed.
-        channels: which inputs an output reads; if None, `target` says it of the inputs.
-        settings: of the convolution.
+        source: the layout of the input.
+        target: the layout of the outputs.
+        channels: the channels that an output reads; if None, `target` has the channels to read.
+        settings: the settings of the convolution.
     """
     D = settings.num_dims
     first = len(source.shape) - D
@@ -346,8 +346,8 @@ def planned(
             for window, length in zip(windows, lengths, strict=True)
         ]
     for d, (left, right) in enumerate(zip(before, after, strict=True)):
-        # zeros of a padding that reaches across the tensor, as it does for large dilations, would
-        # be many times as much as the tensor
+        # the zeros of a padding wider than the tensor, as with large dilations, would be many
+        # times as much as the tensor
         window = windows[d]
         if left + right > 0 and isinstance(window, Window) and window.dilation > 1:
             windows[d] = TouchingWindow(window, (left, source.shape[first + d] - right))
@@ -367,18 +367,18 @@ def convolve_parts(
 
     Args:
         x: this worker's part of the input.
-        layout: of the input.
-        weight: whole on all workers of the layout; with a plan, spread or plain.
-        bias: the same.
-        settings: of the convolution.
-        plan: where blocks of the weight are convolved with, if they are; the result is `plan.terms`
-            then, separate terms of a sum where inputs are split.
+        layout: the layout of the input.
+        weight: the weight, whole on all workers of the layout; with a plan, spread or plain.
+        bias: the bias, likewise.
+        settings: the settings of the convolution.
+        plan: the plan of a convolution in blocks, or None; its result has the layout `plan.terms`,
+            separate terms of a sum if inputs are split.
     """
     check_dtypes(x, weight, bias)
     if plan is not None:
         own, terms = operand(weight, plan.inputs[1]), plan.terms
         added = None if bias is None else bias_of(bias, terms, -settings.num_dims - 1)
-        # Outputs of groups read the inputs of theirs; else the plan says where the inputs meet.
+        # Outputs of groups read the inputs of their groups; else the plan has the inputs' layout.
         in_groups = settings.groups > 1
         read_by = terms if in_groups else plan.inputs[0]
         there = planned(layout, read_by, settings.channels if in_groups else None, settings)
@@ -388,7 +388,7 @@ def convolve_parts(
         for dim, taps in there.taps:
             own = own.narrow(dim, taps[0], taps[1] - taps[0])
         return of_read(part, own, added, there.padding, terms, settings, in_blocks=True), terms
-    # numbers that tests change: what is kept of a layout must follow them
+    # tests change these numbers, so they are part of the cache's key
     strips = overlapped_convolution
     least = strips.LEAST_VALUES_ON_GPU if x.is_cuda else strips.LEAST_VALUES
     way = _ConvolutionWay.of(layout, settings, least, strips.LEAST_RATIO, strips.LARGEST_SHARE)
@@ -403,7 +403,7 @@ def convolve_parts(
             x = F.pad(x, [width for pair in reversed(widths) for width in pair], mode)
             padding = (0,) * len(widths)
         return _convolved(x, weight, bias, padding, settings), target
-    if way.strips is not None and not is_compiling():  # whose messages are no nodes
+    if way.strips is not None and not is_compiling():  # its messages are no nodes of a graph
         return _by_strips(x, way.strips, weight, bias, settings), target
     for dim, taps in reads.taps:
         weight = weight.narrow(dim, taps[0], taps[1] - taps[0])
@@ -412,12 +412,12 @@ def convolve_parts(
 
 @dataclass(frozen=True)
 class _ConvolutionWay:
-    """How a convolution with a weight that all workers have is computed.
+    """The computation of a convolution with a weight that all workers have.
 
     Attributes:
-        target: how the result lies.
-        reads: how workers come by what they read; None if each has all samples of its own whole.
-        strips: how they compute without a copy of their inputs, if that is possible and quicker.
+        target: the layout of the result.
+        reads: the plan that brings workers their inputs; None if each has whole samples.
+        strips: the convolution without a copy of the inputs, if it is possible and faster.
     """
 
     target: Layout
@@ -442,8 +442,8 @@ class _ConvolutionWay:
         strips = None
         if settings.mode == "zeros" and all(before == after for before, after in settings.widths):
             windows = settings.windows(tuple(before for before, _ in settings.widths))
-            # The gradient of the weight is summed over the part and its strips, so a part has to
-            # be large beside the weight. With a least of 0, as in tests, strips are always taken.
+            # The gradient of the weight is summed over the part and its strips, so a part must be
+            # large beside the weight. With a least of 0, as in tests, strips are always used.
             least = least_values and max(least_values, least_ratio * prod(settings.weight))
             strips = overlapped_convolution.stripped(layout, target, windows, least, largest_share)
         return _ConvolutionWay(target, planned(layout, target, settings.channels, settings), strips)
@@ -488,7 +488,7 @@ def _by_strips(
         some = weight.narrow(dim, taps[0], taps[1] - taps[0])
         if settings.num_dims == 1 or strip.shape[dim] > 1 or some.shape[dim] > 1:
             return _convolved(strip, some, None, padding, settings)
-        # one layer with one layer of the kernel: quicker with a dimension less
+        # one layer of values and one of the kernel: faster with a dimension less
         place = settings.num_dims + dim
         stride, padding, dilation = (
             (*each[:place], *each[place + 1 :])
@@ -511,15 +511,15 @@ def of_read(
     settings: ConvolutionSettings,
     in_blocks: bool = False,
 ) -> Tensor:
-    """This worker's outputs from exactly what they read: those of whole groups, of these its own.
+    """This worker's outputs from the inputs that they read: of whole groups, then its own.
 
     Args:
-        x: what the outputs read.
-        weight: whole, or the block of this worker's outputs and inputs.
-        bias: the same.
-        padding: zeros around `x`.
-        target: how the outputs lie.
-        settings: of the convolution.
+        x: the inputs that the outputs read.
+        weight: the whole weight, or the block of this worker's outputs and inputs.
+        bias: the bias, likewise.
+        padding: the zeros around `x`.
+        target: the layout of the outputs.
+        settings: the settings of the convolution.
         in_blocks: whether the parameters are blocks.
     """
     D = settings.num_dims
@@ -539,9 +539,9 @@ class _Channels(NamedTuple):
     """The channels of a worker's outputs.
 
     Attributes:
-        start: the first.
-        length: how many there are.
-        groups: how many groups they touch.
+        start: the first channel.
+        length: the number of channels.
+        groups: the number of groups that they touch.
         rows: all channels of these groups.
     """
 

@@ -1,4 +1,4 @@
-"""Functions of matrices that know about the diagonal: triangles, diagonals, traces."""
+"""Functions of the diagonals of matrices: triangles, diagonals, traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tessel.tensor.tensor import Tensor
 
 @rule("tril", "triu", "tril_", "triu_")
 def triangle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A triangle of a block of a matrix, whose diagonal lies elsewhere; nothing moves.
+    """Each worker takes its block's part of the triangle, by a shifted diagonal; nothing is sent.
 
     The block begins at row r and column c: j + c - (i + r) ≤ k is j - i ≤ k + r - c.
     """
@@ -44,7 +44,7 @@ def triangle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("fill_diagonal_")
 def fill_diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Each worker fills what lies in its part; nothing moves."""
+    """Each worker fills the diagonal in its part; nothing is sent."""
     x, layout = opened(args[0])
     check_change(name, args[0], [layout])
     outlines(func, args, kwargs)  # torch's own error
@@ -54,7 +54,7 @@ def fill_diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         *[torch.arange(a, b, device=x.device) for a, b in box], indexing="ij"
     )
     if argument(args, kwargs, 2, "wrap", False) and len(rest) == 1:
-        first = first % (layout.shape[1] + 1)  # below a square it begins again
+        first = first % (layout.shape[1] + 1)  # the diagonal restarts below each square
     is_on = torch.stack([first == each for each in rest]).all(0)
     x.masked_fill_(is_on, argument(args, kwargs, 1, "fill_value"))
     return changed(args[0])
@@ -62,11 +62,11 @@ def fill_diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 @rule("diagonal", "diag", "trace")
 def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Each worker has the diagonal's entries in its rows; columns, or rows, have to be whole."""
+    """Each worker takes the diagonal's entries in its rows; columns, or rows, must be whole."""
     x = args[0]
     shape = tuple(outlines(func, args, kwargs).shape)
     if name == "trace":
-        # autocast has it in single precision, on some devices
+        # on some devices autocast computes it in float32
         return x.diagonal().to(func(x._part.new_zeros(1, 1)).dtype).sum()
     first = "offset" if name == "diagonal" else "diagonal"
     offset = argument(args, kwargs, 1, first, 0)
@@ -75,13 +75,13 @@ def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     rows = range(x.dim())[argument(args, kwargs, 2, "dim1", 0)]
     columns = range(x.dim())[argument(args, kwargs, 3, "dim2", 1)]
     if x._layout.is_split(columns) and not x._layout.is_split(rows):
-        rows, columns, offset = columns, rows, -offset  # it reads the same either way
+        rows, columns, offset = columns, rows, -offset  # the same diagonal of the transpose
     layout = x._layout
     there = layout.hosted((columns,))
     part, box = moved(x, there), there.box()
     assert box is not None
     y = computed(lambda z: z.diagonal(offset + box[rows][0], rows, columns), part)
-    # The diagonal is the last dimension, and lies as the rows do, from the one that it begins in.
+    # The diagonal is the last dimension, and is split like the rows, from its first row on.
     cut, first, length = there.cuts[rows], max(0, -offset), shape[-1]
     entries = tuple(
         (min(max(a - first, 0), length), min(max(b - first, 0), length)) for a, b in cut.intervals
@@ -93,7 +93,7 @@ def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("diag_embed")
 def diag_embed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The last dimension, whole, becomes a diagonal of two new ones."""
+    """Turn the last dimension, which must be whole, into a diagonal of two new ones."""
     x: Tensor = args[0]
     shape = tuple(outlines(func, args, kwargs).shape)
     new = {

@@ -1,4 +1,4 @@
-"""Distances and angles between vectors that lie along one dimension."""
+"""Distances and angles between vectors along one dimension."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tessel.tensor.table import Arguments, Settings, outlines, rule
 
 @rule("cosine_similarity", plain=True)
 def cosine_similarity(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Σ x y / (‖x‖ ‖y‖) along a dimension, each length at least eps."""
+    """Σ x y / (‖x‖ ‖y‖) along a dimension, with norms of at least eps."""
     outlines(func, args, kwargs)  # torch's own errors
     x, y = args[0], argument(args, kwargs, 1, "x2")
     dim, eps = argument(args, kwargs, 2, "dim", 1), argument(args, kwargs, 3, "eps", 1e-8)
     ndim = max(x.dim(), y.dim())
-    dim = dim % ndim - ndim  # from the last, where the shorter one is broadcast
+    dim = dim % ndim - ndim  # from the end, as operands are broadcast
     length = torch.broadcast_shapes(x.shape, y.shape)[dim]
     return (_unit(x, dim, length, eps) * _unit(y, dim, length, eps)).sum(dim)
 
 
 def _unit(x: torch.Tensor, dim: int, size: int, eps: float) -> torch.Tensor:
-    """Vectors of `size` numbers, of length one.
+    """Vectors of `size` numbers, divided by their norms.
 
-    Torch bounds their lengths from below behind autograd's back.
+    Torch clamps these norms hidden from autograd.
     """
     if x.dim() < -dim:
         x = x.reshape(*[1] * (-dim - x.dim()), *x.shape)
-    if x.shape[dim] != size:  # one number that is broadcast counts as often as it is there
+    if x.shape[dim] != size:  # a number that is broadcast counts each time
         x = x.expand([size if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
     length = torch.linalg.vector_norm(x, 2, dim, True)
     return x / torch.where(length < eps, length - length.detach() + eps, length)
@@ -49,7 +49,7 @@ def pairwise_distance(name: str, func: Any, args: Arguments, kwargs: Settings) -
 
 @rule("cdist", plain=True)
 def cdist(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The distances of all rows of one tensor to all rows of another, in parts of both."""
+    """The distances of all rows of one tensor to all rows of another; both may be split."""
     x, y = args[0], argument(args, kwargs, 1, "x2")
     outlines(func, args, kwargs)
     batch = ascii_lowercase[: max(x.dim(), y.dim()) - 2]

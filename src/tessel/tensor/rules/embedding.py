@@ -1,4 +1,4 @@
-"""Tables and grids that are looked up: each worker looks up what its own indices or points say."""
+"""Lookups in tables and grids: each worker looks up its own indices or points."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tessel.tensor.tensor import Tensor
 
 @rule("embedding", plain=True)
 def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Rows of a table that all workers have, or that lies in parts."""
+    """Rows of a table, which all workers have, or which is split."""
     given = arguments_of(name, func, args, kwargs)
     indices, weight = given.pop("input"), given.pop("weight")
     indices = as_spread(indices, next(spread_among(indices, weight))._layout.partition)
@@ -53,7 +53,7 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     for key in ("max_norm", "scale_grad_by_freq", "sparse"):
         if not given[key]:
             continue
-        # the result, or the gradient, depends on all indices: every worker must have them
+        # the result, or the gradient, depends on all indices: each worker needs them
         layouts = held_layouts(indices, weight)
         if not all(each.is_whole for each in layouts):
             raise NotImplementedError(
@@ -69,9 +69,9 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: Settings) -> Tensor:
-    """Of a table whose rows are split: a row is found where it is, and the others add zeros.
+    """Look up a table whose rows are split: one worker has each row, and the others add zeros.
 
-    This is the product of the table with ones in the places of the indices.
+    This is the product of the table with ones at the indices.
     """
     plan = contraction_of(name, equation, (indices, weight))
     box = plan.inputs[1].box()
@@ -83,7 +83,7 @@ def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: S
 
     def look_up(i: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         inside = (i >= start) & (i < stop)
-        if start == stop:  # no row to look up: zeros, which hang on the table
+        if start == stop:  # no row to look up: zeros that depend on the table
             return anchored_zeros((*i.shape, rows.shape[1]), rows)
         found = F.embedding(torch.where(inside, i - start, 0), rows, own)
         return torch.where(inside.unsqueeze(-1), found, 0)
@@ -118,7 +118,7 @@ def embedding_bag(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 @rule("one_hot")
 def one_hot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A new last dimension, whole, with a one in the place of the class."""
+    """A new last dimension, which is whole, with a one at the index of the class."""
     part, layout = opened(args[0])
     count = argument(args, kwargs, 1, "num_classes", -1)
     if part.dtype != torch.int64:
@@ -136,7 +136,7 @@ def one_hot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("bucketize", plain=True)
 def bucketize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Between which boundaries each value lies; the boundaries are on all workers."""
+    """The interval between boundaries that contains each value; all workers have the boundaries."""
     boundaries = whole_of(argument(args, kwargs, 1, "boundaries"))
     if not isinstance(args[0], Tensor):
         partition = next(spread_among(args, kwargs))._layout.partition
@@ -147,7 +147,7 @@ def bucketize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("searchsorted", plain=True)
 def searchsorted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The same for values in rows, each with boundaries of its own or with those of all."""
+    """The same for rows of values, with boundaries of their own or common ones."""
     sequence, x = args[0], argument(args, kwargs, 1, "input")
     if not isinstance(x, torch.Tensor):
         raise unsupported(name, "values must be a tensor", sequence._layout)
@@ -167,7 +167,7 @@ def _without(kwargs: Settings, name: str) -> Settings:
 
 @rule("grid_sample", plain=True)
 def grid_sample(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values of images between their points: whole images, and points in parts."""
+    """Values of images between their points: images are whole, points may be split."""
     given = arguments_of(name, func, args, kwargs)
     x, grid = given.pop("input"), given.pop("grid")
     if given["align_corners"] is None:
@@ -181,7 +181,7 @@ def grid_sample(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("affine_grid")
 def affine_grid(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The points of an affine map of each sample."""
+    """The points of the affine map of each sample."""
     given = arguments_of(name, func, args, kwargs)
     theta, size, align = given["theta"], list(given["size"]), given["align_corners"]
     outlines(func, (theta, size), {"align_corners": align})
@@ -193,7 +193,7 @@ def affine_grid(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         shape=(*size[:1], *size[2:], len(size) - 2),
         cuts=(there.cuts[0], *(Cut((), ((0, n),)) for n in (*size[2:], len(size) - 2))),
     )
-    # the points of the identity map, mapped: this is right for parts without samples, too
+    # map the points of the identity map, which also works for parts without samples
     one = torch.eye(len(size) - 2, len(size) - 1, dtype=part.dtype, device=part.device)
     base = F.affine_grid(one[None], [1, *size[1:]], bool(align)).flatten(0, -2)
     base = torch.cat([base, base.new_ones(len(base), 1)], 1)

@@ -1,13 +1,13 @@
 """Fourier transforms: each along one dimension, or along all that are whole at once.
 
-Transforms along different dimensions commute, but for the one that is real on one side: it is the
-first of a transform of real tensors, and the last of one to them. Dimensions that are whole are
-transformed where they are; one that is split goes to its hosts, and comes back.
+Transforms along different dimensions commute, except for the one that is real on one side: it is
+the first of a transform of real tensors, and the last of one to real tensors. Dimensions that are
+whole are transformed directly; a split one goes to its hosts, and comes back.
 
 In a converted model a spectrum does not come back: it stays split along other dimensions, in which
-models take few modes and combine them one by one, and from which the inverse transform brings the
-result home, to where that lay which was transformed before. It is left unfinished
-(`tensor/unfinished.py`) until modes are taken: only these travel there, and back.
+models select few modes and combine them one by one, and from which the inverse transform returns
+the result home, to the layout of the tensor that was transformed before. It is left unfinished
+(`tensor/unfinished.py`) until modes are selected: only these are sent there, and back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tessel.tensor.unfinished import (
     unfinished_of,
 )
 
-# along several dimensions: what is done with most of them, what with the last, and is that first?
+# along several dimensions: the kinds for most of them and for the last one; whether that is first
 _SEVERAL = {
     "fft": ("fft", "fft", False),
     "ifft": ("ifft", "ifft", False),
@@ -57,7 +57,7 @@ _SEVERAL = {
 
 @rule(*(f"fft_{kind}" for kind in _SEVERAL))
 def transform(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Along one dimension."""
+    """Transform one dimension."""
     x, kind = args[0], name.removeprefix("fft_")
     outlines(func, args, kwargs)  # torch's own errors
     (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout)
@@ -67,7 +67,7 @@ def transform(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule(*(f"fft_{kind}{count}" for kind in _SEVERAL for count in ("2", "n")))
 def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Along several dimensions, two by default or all."""
+    """Transform several dimensions, by default two or all."""
     x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)
     lengths = argument(args, kwargs, 1, "s")
@@ -76,9 +76,9 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
     ndim = len(layout.shape)
     if given is None:  # the last ones, as many as there are lengths
         given = range(ndim - (ndim if lengths is None else len(lengths)), ndim)
-    # in the order in which they are named: the last of them may be the real one
+    # in the given order: the last of them may be the real one
     dims = [dim % ndim for dim in ((given,) if isinstance(given, int) else given)]
-    if not dims:  # torch gives what it got, in the type of a transform
+    if not dims:  # torch returns its input in the dtype of a transform
         return x if x.is_complex() else x + 0j
     sizes = [None] * len(dims) if lengths is None else [None if n == -1 else n for n in lengths]
     kind = name.removeprefix("fft_")[:-1]
@@ -92,12 +92,12 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
 
 
 def _transformed(kind: str, x: Tensor, steps: list[TransformStep]) -> Tensor:
-    """The steps of a transform, of which the last one is the real one, if any is."""
+    """Apply the steps of a transform, of which only the last one may be real."""
     dims = tuple(sorted(step.dim for step in steps))
     home = _home(x._layout, dims)
     # a single dimension that is whole, here and at home, is transformed where it is
     if home is not None and (len(dims) > 1 or any(e.is_split(dims[0]) for e in (x._layout, home))):
-        if len(steps) == 1:  # the batch hosts best: what mixes channels needs all of them
+        if len(steps) == 1:  # the batch hosts best: models mix channels next, and need all of them
             steps = [replace(steps[0], hosts=(0,))]
         if kind in _BACK:
             return _back(kind, x, _ordered(kind, home, steps), home)
@@ -107,7 +107,7 @@ def _transformed(kind: str, x: Tensor, steps: list[TransformStep]) -> Tensor:
     most, _, is_first = _SEVERAL[kind]
     if is_first:
         x = steps[-1](x)
-    # The others commute: whole dimensions at once, then split ones, one after the other.
+    # The others commute: all whole dimensions at once, then split ones, one after the other.
     whole = [step for step in steps[:-1] if not x._layout.is_split(step.dim)]
     if whole:
         function = getattr(torch.fft, f"{most}n")
@@ -120,16 +120,16 @@ def _transformed(kind: str, x: Tensor, steps: list[TransformStep]) -> Tensor:
     return x if is_first else steps[-1](x)
 
 
-# In the model that runs, how what was last transformed along some dimensions lay.
+# In the running model, the layout of the last tensor that was transformed, by its dimensions.
 homes: ContextVar[dict[tuple[int, ...], Layout] | None] = ContextVar("homes", default=None)
 
 
 def _home(layout: Layout, dims: tuple[int, ...]) -> Layout | None:
-    """How what a transform back gives is to lie, but for lengths; None where spectra come home.
+    """The layout of the result of an inverse transform, except lengths; None if spectra come back.
 
-    As the last one that was transformed; before, so that axis d splits dimension d.
+    It is that of the last tensor that was transformed; if there is none, axis d splits dimension d.
     """
-    # What a checkpoint computes again, it may compute outside of the model.
+    # A checkpoint may recompute outside of the model.
     model = None if in_checkpoint() or in_backward() else running.get()
     if model is None or model != layout.partition or model.dim != len(layout.shape):
         return None
@@ -138,16 +138,16 @@ def _home(layout: Layout, dims: tuple[int, ...]) -> Layout | None:
 
 @dataclass(frozen=True, eq=False)
 class HalfTransform(Unfinished):
-    """A transform of which steps along split dimensions are left.
+    """A transform whose steps along split dimensions are left to be done.
 
     Args:
-        half: what was transformed along the others.
-        steps: those that are left.
+        half: the tensor after the other steps.
+        steps: the steps that are left.
 
     Attributes:
-        waiting: slices that were asked for, before the last step.
-        hosted: the same with all of the last step's dimension.
-        taken: the same with some of its modes.
+        waiting: slices that were read, before the last step.
+        hosted: the same slices after it, with its whole dimension.
+        taken: the same slices after it, with some of its modes.
     """
 
     half: Tensor
@@ -158,7 +158,7 @@ class HalfTransform(Unfinished):
 
     @property
     def layout(self) -> Layout:
-        """Of the whole transform."""
+        """The layout of the whole transform."""
         return reduce(lambda layout, step: step.layout(layout), self.steps, self.half._layout)
 
     def whole(self) -> Tensor:
@@ -168,8 +168,8 @@ class HalfTransform(Unfinished):
         step = self.steps[-1]
         left = {each.dim for each in self.steps}
         last = {dim for dim in range(len(runs)) if self.half._layout.is_split(dim)} - left
-        # Models take several slices that differ in one dimension: what they share travels once.
-        # What was taken without a graph has none for those who need it.
+        # Models read several slices that differ in one dimension: what they share is sent once.
+        # Slices that were read without a graph have none for calls that need it.
         modes_of_autograd = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = (modes_of_autograd, *(run for dim, run in enumerate(runs) if dim != step.dim))
         if key not in self.waiting:
@@ -189,9 +189,9 @@ class HalfTransform(Unfinished):
         return self._cut(self.hosted[key], {*last, step.dim}, runs)
 
     def _num_modes(self, key: Any, modes: Frequencies) -> int:
-        """How many are asked for with these, as far as can be foreseen.
+        """The expected number of modes that are read together with these.
 
-        Of frequencies of both signs, models take as many from the end as from the start.
+        For frequencies of both signs, models read as many from the end as from the start.
         """
         num_before = sum(len(known) for same, known in self.taken if same == key)
         is_first = num_before == 0 and modes[:1] == (0,) and self.steps[-1].kind == "fft"
@@ -206,9 +206,9 @@ class HalfTransform(Unfinished):
 
 
 def _there(x: Tensor, order: list[TransformStep]) -> Tensor:
-    """The steps of a transform, one after the other, or what is known before the first movement.
+    """The steps of a transform, one after the other; unfinished before the first movement.
 
-    What is transformed hosts what will be: at the end, the last one is hosted by the others.
+    Transformed dimensions host the next ones: at the end, the last one is hosted by the others.
     """
     if len(order) > 1 or not x._layout.is_split(order[0].dim):
         x = order[0].at_hosts(x)
@@ -217,7 +217,7 @@ def _there(x: Tensor, order: list[TransformStep]) -> Tensor:
         if not order:
             return x
     else:
-        x = cast(Tensor, x.clone())  # it may be changed in place before it is transformed
+        x = cast(Tensor, x.clone())  # the operand may be changed in place before it is transformed
     todo = HalfTransform((0,) * x.dim(), x, tuple(order))
     if not may_wait():
         return todo.whole()
@@ -229,9 +229,9 @@ def _there(x: Tensor, order: list[TransformStep]) -> Tensor:
 
 
 def _back(kind: str, x: Tensor, order: list[TransformStep], home: Layout) -> Tensor:
-    """The steps of a transform back, one after the other, from host to host.
+    """The steps of an inverse transform, one after the other, from host to host.
 
-    Zeros around modes come when their dimension is transformed.
+    Zeros around modes are added when their dimension is transformed.
     """
     zeros = unfinished_of(x)
     if not isinstance(zeros, Zeros) or not zeros.fills({step.dim for step in order}):
@@ -257,12 +257,13 @@ _BACK = frozenset(("ifft", "irfft", "hfft"))
 
 
 def _ordered(kind: str, layout: Layout, steps: list[TransformStep]) -> list[TransformStep]:
-    """In which order dimensions are transformed, of a tensor that lies so, there or at the end.
+    """Order the steps of a transform for a tensor in a layout, or of an inverse one to it.
 
-    There, the whole ones first: they are hosts of the others then. Back, those that are split at
-    home first: the others are transformed there, where nothing travels any more. The real one would
-    be the first there, and the last back. Otherwise it takes a complex transform: there, of which
-    half is kept; back, of which the real part is taken at the end.
+    A transform begins with whole dimensions, which then host the others. An inverse transform
+    begins with the dimensions that are split at home: the others are transformed there, where
+    nothing more is sent. The real one would be the first of a transform, and the last of an inverse
+    one. If it cannot be, a complex transform replaces it: of a transform, half is kept; of an
+    inverse one, the real part is taken at the end.
     """
     *rest, real = steps
     is_back = kind in _BACK
@@ -277,21 +278,21 @@ def _ordered(kind: str, layout: Layout, steps: list[TransformStep]) -> list[Tran
 
 @rule("fft_fftshift", "fft_ifftshift")
 def shift(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Half of each dimension around."""
+    """Roll each dimension by half of its length."""
     shifts = _shifts(name, func, args, kwargs)
     return args[0].roll(list(shifts.values()), list(shifts))
 
 
 @early("fft_fftshift", "fft_ifftshift")
 def shift_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The same, of a tensor that is not finished: it is noted."""
+    """The same for an unfinished tensor: the shift is recorded."""
     x, unfinished = args[0], unfinished_of(args[0])
     assert unfinished is not None
     return left_unfinished(x, x._layout, unfinished.shifted(_shifts(name, func, args, kwargs)))
 
 
 def _shifts(name: str, func: Any, args: Arguments, kwargs: Settings) -> dict[int, int]:
-    """How far each dimension is shifted."""
+    """The shift of each dimension."""
     x = args[0]
     outlines(func, args, kwargs)  # torch's own errors
     dims = dims_of(argument(args, kwargs, 1, "dim"), x._layout)

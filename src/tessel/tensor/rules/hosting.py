@@ -1,10 +1,10 @@
-"""Hosting: where a tensor goes whose split dimensions have to be whole for a while.
+"""Hosting: the layouts of tensors whose split dimensions must be whole for a while.
 
-A function that mixes some dimensions needs them whole, and leaves the others alone. Instead of
-giving every worker everything, the axes of the grid that split the mixed dimensions go over to
-others that are long enough, their hosts: each worker sends and receives one part's worth, computes
-its share, and no worker holds more than before. Where there is no host, workers along the axis do
-the same work.
+A function that mixes some dimensions needs them whole, and is independent along the others.
+Instead of giving every worker everything, the axes of the grid that split the mixed dimensions
+split others that are long enough, their hosts: each worker sends and receives one part's worth,
+computes its share, and no worker holds more than before. Without a host, all workers along the axis
+do the same work.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tessel.tensor.tensor import Tensor
 
 
 def along(x: Tensor, dims: Sequence[int], compute: Callable[[torch.Tensor], Any]) -> Any:
-    """What a function that mixes some dimensions, and keeps their number, makes of a tensor.
+    """Apply a function that mixes some dimensions, and keeps their number, to a tensor.
 
     Args:
         x: the tensor.
-        dims: what is mixed; the others are treated one by one.
-        compute: the function of a part in which these are whole; it gives one tensor, or a tuple.
+        dims: the dimensions that are mixed; the function is independent along others.
+        compute: the function of a part in which these are whole; it returns one tensor, or a tuple.
     """
     mixed = tuple(dims)
     layout = x._layout
@@ -40,7 +40,7 @@ def along(x: Tensor, dims: Sequence[int], compute: Callable[[torch.Tensor], Any]
 
 
 def _back(part: torch.Tensor, layout: Layout, there: Layout, dims: tuple[int, ...]) -> Tensor:
-    """A result lies as the input did, also where dimensions have other lengths now."""
+    """Move a result back to the layout of the input, even if lengths have changed."""
     shape = tuple(
         part.shape[dim] if dim in dims else length for dim, length in enumerate(layout.shape)
     )

@@ -1,8 +1,8 @@
-"""Indexing: slices and numbers, tensors of indices, assignment, and pieces along a dimension.
+"""Indexing: slices and integers, index tensors, assignment, and pieces along a dimension.
 
-Slices and numbers are the same on all workers, so each knows what the others read. Rows at an
-index of a split dimension come from the parts that have them (`rows.py`). For other tensors of
-indices the dimensions that they index become whole, through a host.
+Slices and integers are the same on all workers, so each knows what the others read. Rows at an
+index of a split dimension come from the parts that have them (`rows.py`). For other index tensors
+the dimensions that they index become whole, through a host.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from tessel.tensor.tensor import Tensor
 from tessel.tensor.unfinished import Run, early, unfinished_of
 from tessel.transport import kept_in_job
 
-Pick = int | Run  # of one dimension
+Pick = int | Run  # along one dimension
 
 
 def _is_number(item: Any) -> bool:
@@ -78,9 +78,9 @@ def _is_number(item: Any) -> bool:
 
 
 def _without_arrays(key: Any) -> Any:
-    """A key with tensors in the places of arrays and of lists of lists, which torch takes for such.
+    """A key with arrays and lists of lists converted to tensors, as torch does.
 
-    Torch takes a short list of anything but numbers for the key that a tuple would be.
+    Torch treats a short list of anything but integers like a tuple.
     """
     is_short = isinstance(key, list) and len(key) < 32
     if isinstance(key, tuple) or (is_short and any(isinstance(each, _IN_KEYS) for each in key)):
@@ -104,9 +104,9 @@ def _without_array(item: Any) -> Any:
 
 
 def _items(name: str, key: Any, layout: Layout) -> list[Any]:
-    """A key, one item for each dimension, and None for new ones.
+    """The items of a key: one for each dimension, and None for new ones.
 
-    Numbers are counted from the start, slices have their bounds, lists are tensors.
+    Integers are counted from the start, slices have their bounds, lists are tensors.
     """
     items: list[Any] = []
     for item in key if isinstance(key, tuple) else [key]:
@@ -152,7 +152,7 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
 
 @rule("__getitem__")
 def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Slices, numbers and new dimensions first, then masks or tensors of indices."""
+    """Slices, integers and new dimensions first, then masks or index tensors."""
     base, key = args[0], _without_arrays(args[1])
     given = key if isinstance(key, tuple) else (key,)
     masks = [k for k, each in enumerate(given) if is_mask(each)]
@@ -170,7 +170,7 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     y = _picked(base, tuple(picks), news)
     left = [each for each in items if not isinstance(each, int)]
     if not any(isinstance(each, torch.Tensor) for each in left):
-        # by which x[1:] += 1 knows that it puts back what it took
+        # by which x[1:] += 1 recognizes the items that it writes back
         y.__dict__["_taken"] = weakref.ref(base), items
         return y
     return _looked_up(
@@ -180,7 +180,7 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @early("__getitem__")
 def getitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Slices of a tensor that is not finished."""
+    """Slices of an unfinished tensor."""
     x, key = args
     unfinished, runs = unfinished_of(x), _runs(name, key, x._layout)
     y = None if unfinished is None or runs is None else unfinished.picked(runs)
@@ -194,12 +194,12 @@ def getitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 @early("__setitem__")
 def setitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values for slices of a tensor that is not finished, which are kept as they are."""
+    """Write values into slices of an unfinished tensor, which keeps them as pieces."""
     x, key, value = args
     unfinished, runs = unfinished_of(x), _runs(name, key, x._layout)
     if unfinished is None or runs is None or not isinstance(value, Tensor):
         return NotImplemented
-    if is_copy(x):  # a slice, which torch has as a view: its original would not be changed
+    if is_copy(x):  # of a slice, which is a view in torch: its original would not be changed
         return NotImplemented
     filled = unfinished.filled(runs, value)
     if filled is None:
@@ -213,7 +213,7 @@ def setitem_early(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 
 def _runs(name: str, key: Any, layout: Layout) -> list[Run] | None:
-    """A key that is slices in steps of one, for each dimension; None for any other."""
+    """The slices of a key that only has slices in steps of one; None for any other."""
     key = _without_arrays(key)
     given = key if isinstance(key, tuple) else (key,)
     if any(is_mask(each) or _is_index(each) or is_truth(each) for each in given):
@@ -227,9 +227,9 @@ def _is_index(item: Any) -> bool:
 
 
 def _with_places(given: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """A key in which masks are the indices that they name, on all workers.
+    """A key with masks replaced by the indices that they select, on all workers.
 
-    Several tensors in a key are broadcast against each other, which says nothing of masks.
+    Several tensors in a key are broadcast against each other, which requires indices.
     """
     shapes = [
         (tuple(each.shape) if isinstance(each, torch.Tensor) else (len(each),))
@@ -254,9 +254,9 @@ def _with_places(given: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def _beside_mask(given: Sequence[Any], place: int, ndim: int) -> tuple[Any, int]:
-    """A key with whole dimensions in the place of a mask, None if it is nothing but that.
+    """A key with whole dimensions instead of a mask, or None if nothing else is in it.
 
-    Beside it, which dimension of what this key gives is the first that the mask is for.
+    Also the first dimension that the mask covers, in the result of this key.
     """
     mask = given[place]
     covered = mask.dim() if isinstance(mask, torch.Tensor) else 1
@@ -274,11 +274,11 @@ def _beside_mask(given: Sequence[Any], place: int, ndim: int) -> tuple[Any, int]
 
 
 def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor:
-    """Slices and numbers; a number of a split dimension gives values that all workers share."""
+    """Slices and integers; values at an integer of a split dimension are shared by all workers."""
     layout = x._layout
     reads, target = _reading(layout, picks, news)
     if reads != layout:
-        # What is not picked of whole dimensions does not travel; a number is a slice until then.
+        # First crop whole dimensions, so that less is sent; an integer is a slice meanwhile.
         here: list[Run] = []
         left: list[Pick] = []
         for dim, (pick, n) in enumerate(zip(picks, layout.shape, strict=True)):
@@ -309,10 +309,10 @@ def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor
 def _reading(
     layout: Layout, picks: tuple[Pick, ...], news: tuple[int, ...]
 ) -> tuple[Layout, Layout]:
-    """What each worker reads, and how the result lies: in balanced parts where it is shorter."""
+    """The layout that workers read, and that of the result: balanced where it is shorter."""
     reads: list[Cut] = []
     found: list[tuple[int, Cut] | None] = []
-    lost: set[int] = set()  # axes that split a dimension of which one index is left
+    lost: set[int] = set()  # axes that split a dimension of which one index remains
     dropped: set[int] = set()
     for pick, cut, n in zip(picks, layout.cuts, layout.shape, strict=True):
         splits = len(cut.intervals) > 1
@@ -350,10 +350,10 @@ def _reading(
 
 
 def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor:
-    """The values at indices along some dimensions, as torch and numpy have it.
+    """The values at index tensors along some dimensions, as in torch and numpy.
 
-    The dimensions of the indices take the place of those that they index; if these are not
-    neighbours, the first places.
+    The dimensions of the indices replace those that they index, or come first if these are not
+    adjacent.
     """
     layout = x._layout
     shape = tuple(torch.broadcast_shapes(*(each.shape for each in indices.values())))
@@ -363,7 +363,7 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
             return rows_at(*merged)
     for dim, index in indices.items():
         check_range(index, dim, layout.shape[dim], negative=True)
-    if len(indices) > 1:  # they are small beside what they pick
+    if len(indices) > 1:  # they are small compared to the result
         indices = {dim: whole_of(index) for dim, index in indices.items()}
     split = [each for each in held_layouts(list(indices.values())) if not each.is_whole]
     if split and split[0].partition != layout.partition:
@@ -383,15 +383,15 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
     target = Layout.of_cuts(layout.partition, (*lengths[:at], *shape, *lengths[at:]), all_cuts)
     key = tuple(parts(indices[d]) if d in indices else slice(None) for d in range(x.dim()))
     y = made(computed(lambda part: part[key], moved(x, there)), target)
-    if len(shape) == len(indices) == 1 and not split:  # one dimension for one: it lies as before
+    if len(shape) == len(indices) == 1 and not split:  # one dimension replaces one: keep the layout
         return y.move_to(layout.split_like(target.shape))
     return y
 
 
 def _merged(x: Tensor, indices: dict[int, torch.Tensor]) -> tuple[Tensor, int, torch.Tensor] | None:
-    """A look-up along several dimensions, of which one is split, as one along their product.
+    """A lookup along several dimensions, one of them split, as a lookup along their product.
 
-    That product lies in the same parts, if the split dimension is its first.
+    The product is split into the same parts, if the split dimension is its first.
     """
     layout = x._layout
     (split,) = (dim for dim in indices if layout.is_split(dim))
@@ -415,7 +415,7 @@ def _merged(x: Tensor, indices: dict[int, torch.Tensor]) -> tuple[Tensor, int, t
 
 @kept_in_job
 def _beside(layout: Layout, dims: tuple[int, ...], index: Layout) -> Layout:
-    """A tensor for a look-up by an index that is split: whole along its axes, a copy for each."""
+    """The layout for a lookup by a split index: whole along its axes, with separate copies."""
     taken = {axis for cut in index.cuts for axis in cut.axes}
     whole = [dim for dim, cut in enumerate(layout.cuts) if dim in dims or taken & {*cut.axes}]
     there = gathered(layout, tuple(whole))
@@ -424,7 +424,7 @@ def _beside(layout: Layout, dims: tuple[int, ...], index: Layout) -> Layout:
 
 @rule("narrow", "select")
 def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A slice, or one index, along a dimension."""
+    """A slice, or a single index, along a dimension."""
     x = args[0]
     names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
@@ -447,7 +447,7 @@ def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     *("hsplit", "vsplit", "dsplit", "unbind"),
 )
 def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Slices along a dimension, one after the other; `unbind` drops it."""
+    """Consecutive slices along a dimension; `unbind` drops it."""
     x = args[0]
     bounds = argument(args, kwargs, 1, "tensor_indices_or_sections")
     if isinstance(bounds, torch.Tensor):
@@ -462,7 +462,7 @@ def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return tuple(x.select(dim, k) for k in range(x.shape[dim]))
     bounds = argument(args, kwargs, 1, "indices", kwargs.get("indices_or_sections"))
     if name.endswith("split") and name != "split" and isinstance(bounds, list | tuple):
-        ends = [*bounds, x.shape[dim]]  # as slices have them: from the end, or out of order
+        ends = [*bounds, x.shape[dim]]  # as in slices: also from the end, or out of order
         keys = [slice(*each) for each in zip([0, *bounds], ends, strict=True)]
     else:
         ends = list(accumulate(each.shape[dim] for each in outline))
@@ -472,7 +472,7 @@ def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("__setitem__", plain=True)
 def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
-    """Each worker changes what lies in its part; a tensor of values comes to where it is needed."""
+    """Each worker changes its part; a tensor of values is moved to where it is needed."""
     x, key, value = args[0], _without_arrays(args[1]), args[2]
     if not isinstance(x, Tensor):
         layouts = held_layouts(args)
@@ -481,7 +481,7 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
             return
         if not adopted(x, _around(name, x, key, value)):
             raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
-        x[key] = value  # as into any spread tensor, which it is now
+        x[key] = value  # x is spread now
         return
     if is_truth(key):
         if not key:  # nothing is written
@@ -518,9 +518,9 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
 
 
 def _around(name: str, x: torch.Tensor, key: Any, value: Any) -> Layout | None:
-    """How a plain tensor lies after a write of parts into some slices of it; None if that is more.
+    """The layout of a plain tensor after parts are written into slices; None for other keys.
 
-    Each dimension is split as in the values, in balanced parts where it is longer.
+    Each dimension is split as in the values, into balanced parts where it is longer.
     """
     given = key if isinstance(key, tuple) else (key,)
     if not isinstance(value, Tensor) or any(is_mask(each) or _is_index(each) for each in given):
@@ -535,10 +535,10 @@ def _around_region(layout: Layout, shape: Shape, items: tuple[Pick | None, ...])
     cuts = {}
     kept = [k for k, each in enumerate(items) if not isinstance(each, int)]
     dims = [sum(each is not None for each in items[:k]) for k in range(len(items))]
-    # values are broadcast: their last dimensions are those of the slices
+    # values are broadcast: their last dimensions correspond to the slices
     for k, cut, n in zip(kept[::-1], layout.cuts[::-1], layout.shape[::-1], strict=False):
         dim, count = dims[k], len(cut.intervals)
-        # some parts may be empty, but only where they are in the values
+        # parts may be empty, but only where those of the values are
         if items[k] is not None and count > 1 and (n == shape[dim] or count <= shape[dim]):
             even = Cut(cut.axes, boxes.balanced(shape[dim], count))
             cuts[dim] = cut if n == shape[dim] else even
@@ -549,7 +549,7 @@ def _around_region(layout: Layout, shape: Shape, items: tuple[Pick | None, ...])
 
 
 def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> None:
-    """Values at a mask; beside slices and numbers, in what these pick, which is put back then."""
+    """Write values at a mask; beside slices and integers, into their result, which is put back."""
     places = [k for k, each in enumerate(given) if is_mask(each)]
     if len(places) > 1 or any(_is_index(each) for each in given):
         x[_with_places(given, x._layout)] = value
@@ -560,7 +560,7 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
         value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
     mask, value = given[place], apart(value, x, itself=True)
     if rest is None and not at and not value.dim() and isinstance(mask, torch.Tensor):
-        # one value wherever the mask says so, of which nobody has to know how often
+        # a single value where the mask holds, whose count no worker needs to know
         if tuple(mask.shape) != tuple(x.shape[: mask.dim()]):
             raise IndexError(
                 f"The shape of the mask {list(mask.shape)} does not match the shape of the indexed "
@@ -575,10 +575,10 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
 
 
 def _assign(x: Tensor, items: list[Any], value: Any) -> None:
-    """Values for a region, which every worker has a part of."""
+    """Write values into a region, each worker into its part."""
     if isinstance(value, Tensor) and not value._originals and "_taken" in value.__dict__:
         base, taken = value.__dict__["_taken"]
-        if base() is x and taken == items:  # a view of this, as `x[items] += y` puts it back
+        if base() is x and taken == items:  # a view of x, which `x[items] += y` puts back
             changed(x)
             return
     value = apart(value, x, itself=True)
@@ -598,7 +598,7 @@ def _assign(x: Tensor, items: list[Any], value: Any) -> None:
         )
     if not isinstance(value, torch.Tensor):
         value = part.new_empty(()).fill_(value)  # torch's own error, on all workers
-    # values with a dimension for each number, and none for new ones: as the region is
+    # values with a dimension for each integer, and none for new ones, like the region
     kept = [each for each in items if not isinstance(each, int)]
     lengths = indexed_lengths(value, [1 if each is None else len(range(*each)) for each in kept])
     lengths = [1] * (len(kept) - len(lengths)) + lengths
@@ -608,7 +608,7 @@ def _assign(x: Tensor, items: list[Any], value: Any) -> None:
     if not (part.requires_grad and torch.is_grad_enabled()):
         part[tuple(local)].copy_(new)
     else:
-        # torch has another graph for a slice that is everything, as it may be on some workers
+        # torch records another graph for a slice of everything, as it may be on some workers
         inside = torch.zeros(part.shape, dtype=torch.bool, device=part.device)
         inside[tuple(local)] = True
         values = torch.zeros_like(part, requires_grad=False)
@@ -619,12 +619,12 @@ def _assign(x: Tensor, items: list[Any], value: Any) -> None:
 
 @kept_in_job
 def _region(layout: Layout, picks: tuple[Pick, ...]) -> Layout:
-    """How the indices that a key picks lie, where they are; those of numbers have length one."""
+    """The layout of the indices that a key selects, in place; integers have length one."""
     cuts, lengths = [], []
     for pick, cut in zip(picks, layout.cuts, strict=True):
         start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
         length = len(range(start, stop, step))
-        # how many indices of the run lie before each bound
+        # the number of indices of the run before each bound
         counts = ((min(max(-((start - k) // step), 0), length) for k in ab) for ab in cut.intervals)
         cuts.append(Cut(cut.axes, tuple((a, b) for a, b in counts)))
         lengths.append(length)
@@ -632,12 +632,12 @@ def _region(layout: Layout, picks: tuple[Pick, ...]) -> Layout:
 
 
 def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...]]:
-    """Where what a key names is whole, how the values lie that it names, and the key there."""
+    """The layout with indexed dimensions whole, that of the selected values, and the key there."""
     layout = x._layout
     for dim, each in enumerate(items):
         if isinstance(each, torch.Tensor):
             check_range(each, dim, layout.shape[dim], negative=True)
-    everything = [(0, length, 1) for length in layout.shape]  # a slice of all of a dimension
+    everything = [(0, length, 1) for length in layout.shape]  # slices of whole dimensions
     named = tuple(
         dim
         for dim, each in enumerate(items)
@@ -654,7 +654,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
         else each
         for dim, each in enumerate(items)
     )
-    # Torch takes what is at numbers first: tensors before and behind one are neighbours.
+    # Torch applies integers first: index tensors before and after one are adjacent.
     left = [each for each in items if not isinstance(each, int)]
     picked = [k for k, each in enumerate(left) if isinstance(each, torch.Tensor)]
     shape = torch.broadcast_shapes(*(e.shape for e in items if isinstance(e, torch.Tensor)))
@@ -674,7 +674,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
 
 @rule("index_put", "index_put_")
 def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values at indices of the first dimensions, in the place of others or added to them."""
+    """Write values at indices of the first dimensions, or add them."""
     x, layout = args[0], args[0]._layout
     given = dict(zip(("indices", "values", "accumulate"), args[1:], strict=False)) | kwargs
     if any(map(is_mask, given["indices"])) and given.get("accumulate", False):
@@ -699,10 +699,10 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("copy_", plain=True)
 def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The values of another tensor, which come to where this one has its parts.
+    """Copy the values of another tensor, moved to the layout of this one.
 
-    In `y[key].copy_(x)` they come into y as in `y[key] = x`: a plain tensor, if nothing else refers
-    to it but this view, or a spread one, of which this slice is a copy here.
+    `y[key].copy_(x)` writes into y like `y[key] = x`: if y is a plain tensor to which nothing but
+    this view refers, or a spread one, of which this slice is a copy here.
     """
     view, value = args[0], argument(args, kwargs, 1, "src", None)
     is_fit = isinstance(value, torch.Tensor) and value.dim() <= view.dim()
@@ -711,9 +711,9 @@ def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         base = find_base()
         if base is not None:
             items = tuple(slice(*each) if isinstance(each, tuple) else each for each in taken)
-            # What is not recorded leaves a view in the graph, as it leaves the base there.
+            # A change that is not recorded keeps the view in the graph, as it keeps the base.
             is_recorded = torch.is_grad_enabled() or view._part.requires_grad
-            base[items] = value  # which takes the part of the view
+            base[items] = value  # removes the part of the view
             with torch.set_grad_enabled(is_recorded):
                 again: Any = base[items]
             view._part, view._layout = again._part, again._layout
@@ -732,7 +732,7 @@ def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:
-    """The result of a function, in the place of its first operand if its name says so."""
+    """The result of a function, copied into its first operand if the name ends in `_`."""
     if not name.endswith("_"):
         return result
     check_change(name, x, [x._layout])
@@ -741,7 +741,7 @@ def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:
 
 
 def _origin(name: str, x: Tensor, there: Layout) -> torch.Tensor:
-    """The part that a function reads; a copy of what it will change, as the derivative reads it."""
+    """The part that a function reads; a copy if the part will change and a derivative reads it."""
     part = moved(x, there)
     changes = name.endswith("_") and part is x._part and torch.is_grad_enabled()
     return part.clone() if changes else part
@@ -762,9 +762,9 @@ def _rows_replaced(
     adds: bool,
     negative: bool = False,
 ) -> Tensor | None:
-    """What a function that writes rows gives, where rows are on the workers that have them.
+    """The result of a function that writes rows, each on the worker that has it.
 
-    None if nothing is split along the dimension, or if the index says more than rows.
+    None if nothing is split along the dimension, or if the index does not select rows alone.
     """
     layout = x._layout
     named = isinstance(source, torch.Tensor) and source.dim() > 0
@@ -801,7 +801,7 @@ def _whole_index(index: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @rule("index_select")
 def index_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Some indices of a dimension, in the order that is given."""
+    """Rows at indices of a dimension, in the given order."""
     x = args[0]
     dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
     outlines(func, args, kwargs)  # torch's own error
@@ -815,21 +815,21 @@ def index_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
 
 
 def _are_rows(layout: Layout, dim: int, index: torch.Tensor) -> bool:
-    """Whether rows of a split dimension are named by an index that lies on the same workers."""
+    """Whether an index on the same workers selects rows of a split dimension."""
     apart = isinstance(index, Tensor) and index._layout.partition != layout.partition
     return has_rows(layout, dim) and not apart
 
 
 @rule("take")
 def take(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values at indices of the tensor as one row."""
+    """Values at indices of the flattened tensor."""
     outlines(func, args, kwargs)  # torch's own error
     return args[0].reshape(-1)[argument(args, kwargs, 1, "index")]
 
 
 @rule("gather")
 def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """y[i][j] = x[index[i][j]][j]: along the dimension the tensor is whole, else both lie alike."""
+    """y[i][j] = x[index[i][j]][j]: whole along the dimension, else both have the same layout."""
     x = args[0]
     dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
     outlines(func, args, kwargs)  # torch's own error
@@ -859,7 +859,7 @@ def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("take_along_dim")
 def take_along_dim(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """As `gather`, of tensors that are broadcast against each other."""
+    """`gather` for tensors that are broadcast against each other."""
     x, index = args[0], argument(args, kwargs, 1, "indices")
     dim = argument(args, kwargs, 2, "dim")
     outlines(func, args, kwargs)  # torch's own error
@@ -867,7 +867,7 @@ def take_along_dim(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
         return x.reshape(-1).gather(0, index.reshape(-1))
     (dim,) = dims_of(dim, x._layout)
     index = torch.where(index < 0, index + x.shape[dim], index)  # from the end, unlike `gather`
-    # along the dimension both keep their lengths, else they have those of both
+    # along the dimension both keep their lengths, along others they are broadcast
     rest = [[1 if d == dim else n for d, n in enumerate(each.shape)] for each in (x, index)]
     lengths = list(torch.broadcast_shapes(*rest))
     x = x.expand(*lengths[:dim], x.shape[dim], *lengths[dim + 1 :])
@@ -879,7 +879,7 @@ def take_along_dim(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
     *("scatter", "scatter_add", "scatter_reduce", "scatter_", "scatter_add_", "scatter_reduce_"),
 )
 def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """x[index[i][j]][j] becomes src[i][j]: along the dimension all is whole, else all lie alike."""
+    """x[index[i][j]][j] = src[i][j]: whole along the dimension, else all have the same layout."""
     x = args[0]
     names = ("dim", "index", "src", "reduce")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
@@ -908,7 +908,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             return y
     check_range(index, dim, layout.shape[dim])
     there = x._layout.hosted((dim,))
-    places = there  # of the first indices, where they are; along `dim`, as many as there are
+    places = there  # the layout of the index: the first indices of x, but along `dim` its own
     for d, (cut, n) in enumerate(zip(there.cuts, shape, strict=True)):
         clipped = tuple((min(a, n), min(b, n)) for a, b in cut.intervals)
         places = places.recut(d, Cut(cut.axes, ((0, n),) if d == dim else clipped), n)
@@ -924,7 +924,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     *("index_add_", "index_copy_", "index_fill_", "index_reduce_"),
 )
 def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Slices at some indices of a dimension, which is whole for that, get other values."""
+    """Write slices at indices of a dimension, which is whole meanwhile."""
     x, layout = args[0], args[0]._layout
     last = "value" if name.startswith("index_fill") else "source"
     given = dict(zip(("dim", "index", last, "reduce"), args[1:], strict=False)) | kwargs

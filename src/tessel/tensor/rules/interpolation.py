@@ -1,4 +1,4 @@
-"""Interpolation: values between those of a tensor, by the nearest, a linear or a cubic rule."""
+"""Interpolation: values between those of a tensor, by the nearest, linear or cubic rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tessel.tensor.windowed import Windowed, leading, outline, windowed
 Taps = tuple[tuple[Tensor, Tensor | None], ...]  # indices and weights; none if all are 1
 _REDUCED = (torch.float16, torch.bfloat16)
 _NEAREST = ("nearest", "nearest-exact")
-_SMALL = 128  # up to this sum of lengths torch takes other kernels for the nearest in 2 dimensions
+_SMALL = 128  # up to this sum of lengths torch uses other kernels for the nearest in 2 dimensions
 
 
 class InterpolationSettings(NamedTuple):
@@ -48,7 +48,7 @@ class InterpolationSettings(NamedTuple):
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
     ) -> InterpolationSettings:
-        """Sequences as something that can be hashed, and factors as torch's layer has them."""
+        """The settings with sequences in hashable form, and factors as torch's layer has them."""
         if isinstance(scale_factor, list | tuple):
             factor: Any = tuple(map(float, scale_factor))
         else:
@@ -57,7 +57,7 @@ class InterpolationSettings(NamedTuple):
         return cls(size, factor, mode, align_corners, recompute_scale_factor)
 
     def scales(self, num_dims: int) -> Sequence[float | None]:
-        """How much longer the output is said to be along each dimension, if it is said."""
+        """The given scale along each dimension, or None."""
         if self.scale_factor is None or self.recompute_scale_factor:
             return [None] * num_dims
         given = self.scale_factor
@@ -66,16 +66,16 @@ class InterpolationSettings(NamedTuple):
 
 @rule("interpolate", "upsample")
 def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.interpolate`, each worker what its outputs read."""
+    """`torch.nn.functional.interpolate`: each worker fetches the inputs that its outputs read."""
     x, layout = opened(args[0])
     given = (
         dict(zip((*InterpolationSettings._fields, "antialias"), args[1:], strict=False)) | kwargs
     )
-    if given.pop("antialias", False):  # what an output reads grows with the scale
+    if given.pop("antialias", False):  # the inputs of an output depend on the scale
         size = outlines(func, args, kwargs).shape[2:]
 
         def sampled(part: Tensor) -> Any:
-            if not part.numel():  # torch refuses it
+            if not part.numel():  # torch rejects it
                 return part.new_zeros((*part.shape[:2], *size))
             return func(part, *args[1:], **kwargs)
 
@@ -93,7 +93,7 @@ def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -
 def of_read(
     x: Tensor, plan: Windowed, fields: tuple[Interpolation, ...], settings: InterpolationSettings
 ) -> Tensor:
-    """This worker's outputs from exactly what they read."""
+    """This worker's outputs from the inputs that they read."""
     held, outputs = plan.read.local_shape, plan.target.local_shape
     if not math.prod(outputs):
         return anchored_zeros(outputs, x)
@@ -103,7 +103,7 @@ def of_read(
     assert box is not None and read is not None
     lines = Line.of_box(fields, read[2:], box[2:])
     dtype = x.dtype
-    # by tables where the positions are no others, then by torch's own function
+    # by tables where torch's function would have other positions, then by torch's function
     if any(line.length is None for line in lines):
         x = _by_tables(x.float() if dtype in _REDUCED else x, lines)
     if all(line.stays for line in lines):
@@ -120,11 +120,11 @@ def of_read(
 
 @lru_cache(maxsize=1024)
 def global_shape(shape: Shape, dtype: torch.dtype, settings: InterpolationSettings) -> Shape:
-    """The shape of the whole output; torch's own error if there is none."""
-    if dtype not in (torch.float32, torch.float64):  # whether torch knows it shows only on values
+    """The shape of the whole output; raises torch's own errors."""
+    if dtype not in (torch.float32, torch.float64):  # torch rejects dtypes only if there are values
         ones = torch.ones((1, 1, *(2 for _ in shape[2:])), dtype=dtype)
         F.interpolate(ones, scale_factor=2.0, mode=settings.mode)
-    x = outline(shape) if math.prod(shape) else torch.empty(shape)  # whose errors say more
+    x = outline(shape) if math.prod(shape) else torch.empty(shape)  # for its more precise errors
     return tuple(_interpolated(x, settings).shape)
 
 
@@ -134,7 +134,7 @@ def _interpolated(x: Tensor, settings: InterpolationSettings) -> Tensor:
 
 
 def check_exact(layout: Layout, fields: tuple[Interpolation, ...], x: Tensor, mode: str) -> None:
-    """Raise for what torch computes by rules of its own, if a split dimension would need them."""
+    """Raise for special cases of torch along split dimensions, which the tables do not cover."""
     if mode in _NEAREST or all(len(cut.intervals) == 1 for cut in layout.cuts[2:]):
         return
     if not x.is_floating_point():
@@ -160,10 +160,10 @@ def interpolations(
     settings: InterpolationSettings,
     on_cpu: bool = True,
 ) -> tuple[Interpolation, ...]:
-    """How each dimension after the first two is read, for these global shapes.
+    """The receptive fields of dimensions after the first two, for these global shapes.
 
     Torch has several kernels for the nearest value, which compute positions differently; on a CPU
-    this takes that of contiguous tensors.
+    these are the positions of the kernel for contiguous tensors.
     """
     double = dtype == torch.float64
     scales = settings.scales(len(outputs) - 2)
@@ -179,16 +179,16 @@ def interpolations(
 
 @dataclass(frozen=True)
 class Line:
-    """How a worker interpolates along one dimension.
+    """The interpolation on a worker along one dimension.
 
     Attributes:
         field: the rule, in the whole tensor.
         read: the inputs that the worker has.
-        outputs: those that it shall have.
-        length: how long torch's own function, on these inputs, must make them so that its positions
-            are those in the whole tensor but for a shift; None if there is no such length.
-        scale: the scale to give to that function, where the length would not say it.
-        skipped: how many outputs too many that function gives before those.
+        outputs: the outputs to compute.
+        length: the length of the output of torch's own function of these inputs whose positions are
+            those in the whole tensor up to a shift; None if there is none.
+        scale: the scale for this function, if the length does not determine it.
+        skipped: the number of superfluous outputs that this function returns before those.
     """
 
     field: Interpolation
@@ -200,7 +200,7 @@ class Line:
 
     @classmethod
     def of(cls, field: Interpolation, read: Interval, outputs: Interval) -> Line:
-        """That of some outputs and of what they read in the whole tensor."""
+        """The line of an interval of outputs, and of the inputs that it reads, of the whole."""
         length = read[1] - read[0]
         factor = field.outputs // field.inputs
         if factor * field.inputs < field.outputs or not _shifts(field, factor, read, outputs):
@@ -216,34 +216,34 @@ class Line:
     def of_box(
         fields: tuple[Interpolation, ...], read: tuple[Interval, ...], box: tuple[Interval, ...]
     ) -> tuple[Line, ...]:
-        """Those along all dimensions."""
+        """The lines along all dimensions."""
         lines = tuple(Line.of(*each) for each in zip(fields, read, box, strict=True))
         cubic = any(isinstance(field, Cubic) for field in fields)
         if cubic and any(line.length is None for line in lines):
-            # torch's cubic function reads again what stays: along all dimensions by tables, then
+            # torch's cubic function also interpolates lines that stay: use tables for all then
             return tuple(Line(line.field, line.read, line.outputs) for line in lines)
         return lines
 
     @property
     def stays(self) -> bool:
-        """Whether torch's own function has nothing to do; the cubic one always has."""
+        """Whether torch's own function would change nothing; the cubic one always does."""
         same = self.length == self.read[1] - self.read[0] and not isinstance(self.field, Cubic)
         return self.length is None or same
 
     @property
     def wanted(self) -> slice:
-        """Where the outputs lie in what torch's own function gives."""
+        """The outputs in the result of torch's own function."""
         start, stop = self.outputs
         return slice(self.skipped, self.skipped + stop - start)
 
 
 def _shifts(field: Interpolation, factor: int, read: Interval, outputs: Interval) -> bool:
-    """Whether a part that becomes `factor` times as long has the positions of the whole."""
+    """Whether a part interpolated to `factor` times its length has the positions of the whole."""
     if field.scale not in (None, factor):
         return False
     if not isinstance(field, Nearest):
         return not getattr(field, "align_corners", False)
-    length = read[1] - read[0]  # no position may fall to another side by rounding, here or there
+    length = read[1] - read[0]  # rounding may not change any position, here or there
     local = [Nearest(length, factor * length, None, wide, field.exact) for wide in (True, False)]
     return all(
         np.array_equal(each.table[0][0, slice(*part)], np.arange(*part) // factor)
@@ -252,9 +252,9 @@ def _shifts(field: Interpolation, factor: int, read: Interval, outputs: Interval
 
 
 def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
-    """The lines that torch's own function cannot do: those first that become shorter.
+    """Interpolate lines that torch's own function cannot, first those that become shorter.
 
-    Of others the last, whose values are adjacent, for then there are fewest of them.
+    Among equal ones the last dimension comes first, with adjacent values, while there are fewest.
     """
     each = [(dim, line) for dim, line in enumerate(lines, 2) if line.length is None]
     each.sort(key=lambda entry: (entry[1].field.outputs / entry[1].field.inputs, -entry[0]))
@@ -281,9 +281,9 @@ def _taps(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Taps:
-    """What the outputs read of a tensor that holds `read`; nothing if it is that tensor itself.
+    """The taps of outputs in a tensor that holds `read`; none if the outputs are that tensor.
 
-    They are kept; a graph has its own.
+    They are cached; a compiled graph has its own.
     """
     indices, weights = (each[:, slice(*outputs)] for each in field.table)
     indices = indices - read[0]

@@ -1,7 +1,7 @@
-"""Functions that put runs of tensors together: joining, rolling, flipping, padding.
+"""Functions that combine runs of tensors: joining, rolling, flipping, padding.
 
-Each worker's part of the result is made of runs of the operands. What it reads of each is an
-interval, so that a `Move` brings just that, and the runs are joined where they are needed.
+Each worker's part of the result consists of runs of the operands. It reads an interval of each,
+which a `Move` brings, and the runs are joined where they are needed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def joined(runs: Sequence[tuple[Tensor, int, int]], dim: int, target: Layout) ->
     """Runs of tensors, one after the other along a dimension.
 
     Args:
-        runs: tensors that have the target's lengths but for `dim`, with bounds along it.
+        runs: tensors with the target's lengths except along `dim`, with bounds along it.
         dim: the dimension.
-        target: how the result lies.
+        target: the layout of the result.
     """
     cut = target.cuts[dim]
-    found, offset = [], 0  # the offset is where a run begins in the result
+    found, offset = [], 0  # the offset is the position of a run in the result
     for x, start, stop in runs:
-        # What a worker reads of the run, clipped to it: nothing where its part lies elsewhere.
+        # What a worker reads of the run, clipped to it: nothing if its part is elsewhere.
         reads = tuple(
             (min(max(a - offset, 0) + start, stop), min(max(b - offset, 0) + start, stop))
             for a, b in cut.intervals
@@ -52,25 +52,25 @@ def joined(runs: Sequence[tuple[Tensor, int, int]], dim: int, target: Layout) ->
         offset += stop - start
     if len(target.shape) > 1:
         return made(torch.cat(found, dim), target)
-    # of an empty row torch.cat has a constant as its derivative, but not of a matrix of such rows
+    # the derivative of torch.cat is a constant for empty 1-d tensors, but not for such 2-d ones
     return made(torch.cat([run.unsqueeze(0) for run in found], 1).squeeze(0), target)
 
 
 @rule("cat", "concat", "concatenate")
 def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The result lies as the operand that is split most; each worker reads its runs."""
+    """The result has the layout of the operand with most parts; each worker reads its runs."""
     given: Sequence[torch.Tensor] = args[0]
     dim = argument(args, kwargs, 1, "dim", 0)
     outline = outlines(torch.cat, (list(given), dim), {})
     shape = tuple(outline.shape)
     dim %= len(shape)
-    # torch lets empty tensors of one dimension join any others
+    # torch accepts empty 1-d tensors beside any others
     operands = [each for each in given if tuple(each.shape) != (0,) or len(shape) == 1]
     layouts = held_layouts(operands)
     check_together(name, held_layouts(given))
-    if not layouts:  # only what is left out was spread
+    if not layouts:  # only tensors that are left out were spread
         return as_spread(torch.cat(parts(list(given)), dim), held_layouts(given)[0].partition)
-    # what is in more parts, and then what is larger, rather stays where it is
+    # prefer the layout with more parts, then that of the larger operand
     most = max(layouts, key=lambda x: (prod(len(c.intervals) for c in x.cuts), prod(x.shape)))
     target = most.split_like(shape)
     found = [as_spread(each.to(outline.dtype), target.partition) for each in operands]
@@ -79,7 +79,7 @@ def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("stack")
 def stack(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Tensors side by side along a new dimension, which is whole."""
+    """Tensors stacked along a new dimension, which is whole."""
     given = argument(args, kwargs, 1, "dim", 0)
     dim = range(outlines(torch.stack, (list(args[0]), given), {}).dim())[given]
     return torch.cat([each.unsqueeze(dim) for each in args[0]], dim)
@@ -87,7 +87,7 @@ def stack(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("hstack", "vstack", "dstack", "row_stack", "column_stack")
 def stack_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Joined along the dimension that the name says."""
+    """Tensors joined along the dimension of the function's name."""
     given = list(args[0])
     outlines(func, (given,), kwargs)  # torch's own error
     if name in ("vstack", "row_stack"):
@@ -102,7 +102,7 @@ def stack_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("roll")
 def roll(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What goes over the end comes back at the start."""
+    """Values shifted beyond the end return at the start."""
     x = args[0]
     shifts = argument(args, kwargs, 1, "shifts")
     dims = argument(args, kwargs, 2, "dims", ())
@@ -124,7 +124,7 @@ def roll(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("flip", "fliplr", "flipud")
 def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Each worker reads the interval that lies opposite, and turns it round."""
+    """Each worker reads the opposite interval, and flips it."""
     x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)  # torch's own error
     if not layout.shape:
@@ -144,7 +144,7 @@ def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("pad")
 def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Constants beyond the border, or what the mode reads there."""
+    """Constants beyond the border, or values by the mode."""
     x, layout = args[0], args[0]._layout
     given = dict(zip(("pad", "mode", "value"), args[1:], strict=False)) | kwargs
     shape = tuple(outlines(func, args, kwargs).shape)
@@ -155,7 +155,7 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not any(layout.is_split(dim) for dim in touched):
         part = moved(x, layout)
         target = layout.reshaped_along(shape, touched)
-        if 0 in target.local_shape:  # torch refuses it, in some modes
+        if 0 in target.local_shape:  # torch rejects it, in some modes
             return made(anchored_zeros(target.local_shape, part), target)
         return made(func(part, *args[1:], **kwargs), target)
     mode = given.get("mode", "constant")
@@ -164,7 +164,7 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             x = _BORDERS[mode](x, dim, *pairs[dim])
         return x
     reads, target = layout, layout.split_like(shape)
-    for dim in touched:  # what each worker reads for its part of the padded tensor
+    for dim in touched:  # the interval that each worker reads for its part of the padded tensor
         (before, _), n, cut = pairs[dim], layout.shape[dim], target.cuts[dim]
         inside = (
             (min(max(a - before, 0), n), min(max(b - before, 0), n)) for a, b in cut.intervals
@@ -173,8 +173,8 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     part, box, own = moved(x, reads), target.box(), reads.box()
     assert box is not None and own is not None
     widths = []
-    # Each worker pads what it read up to its part of the result; negative widths cut off. From the
-    # last dimension to the first, as `F.pad` takes them.
+    # Each worker pads what it read to its part of the result; negative widths crop. From the last
+    # dimension to the first, as `F.pad` takes them.
     for (a, b), (lo, hi), (before, _) in reversed(list(zip(box, own, pairs, strict=True))):
         left = lo + before - a if lo < hi else b - a
         widths += [left, b - a - left - (hi - lo)]
@@ -183,7 +183,7 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def _in_a_circle(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     length = x._layout.shape[dim]
-    start, stop = max(-before, 0), length - max(-after, 0)  # negative widths cut off first
+    start, stop = max(-before, 0), length - max(-after, 0)  # negative widths crop first
     runs = [
         (x, stop - max(before, 0), stop),
         (x, start, stop),
@@ -197,14 +197,14 @@ def _longer(layout: Layout, dim: int, length: int) -> Layout:
 
 
 def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., Tensor]:
-    """A border whose values are those at other places: which, as a function of the place."""
+    """A border with values at other indices, given as a function of the index."""
 
     def border(x: Tensor, dim: int, before: int, after: int) -> Tensor:
         layout = x._layout
         length = layout.shape[dim]
         target = _longer(layout, dim, before + length + after)
         cut = target.cuts[dim]
-        with unset_fake_temporarily():  # these numbers all workers have, also those without values
+        with unset_fake_temporarily():  # all workers have these numbers, even without values
             found = places(torch.arange(-before, length + after), length)
             reads = tuple(
                 (int(found[a:b].min()), int(found[a:b].max()) + 1) if a < b else (0, 0)
@@ -222,7 +222,7 @@ def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
 
 _BORDERS: dict[str, Callable[..., Tensor]] = {
     "circular": _in_a_circle,
-    # around the first value, and around the last: n − 1 + k reads what n − 1 − k does
+    # mirrored at the first value, and at the last: n − 1 + k reads the same as n − 1 − k
     "reflect": _by_places(lambda places, length: length - 1 - (length - 1 - places.abs()).abs()),
     "replicate": _by_places(lambda places, length: places.clamp(0, length - 1)),
 }

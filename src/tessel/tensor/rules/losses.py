@@ -1,7 +1,7 @@
-"""Losses: the loss of each element, sample or place on its own part, and their sum or mean.
+"""Losses: the loss of each element, sample or position of the part, and their sum or mean.
 
-What a loss says of a sum or a mean is one number, which all workers share: each of them may derive
-it, and gets the gradients of one process.
+The result of a sum or mean is one number, which all workers share: each of them may call
+`backward`, and gets the gradients of one process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tessel.tensor.windowed import outline
 
 
 def _reduction_of(given: Settings) -> str:
-    """How losses are put together, in torch's words; the deprecated flags are taken out."""
+    """The reduction, in torch's words; removes it and the deprecated flags from the arguments."""
     size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     reduction: str = given.pop("reduction")
     if size_average is not None or reduce is not None:
@@ -74,7 +74,7 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 _OPERANDS = ("input", "input1", "input2", "target", "weight", "pos_weight", "var")
-_MEAN_OF_WEIGHTS = ("mse_loss", "l1_loss")  # whose mean divides by the sum of the weights
+_MEAN_OF_WEIGHTS = ("mse_loss", "l1_loss")  # their means are divided by the sum of weights
 
 
 @rule(
@@ -84,21 +84,21 @@ _MEAN_OF_WEIGHTS = ("mse_loss", "l1_loss")  # whose mean divides by the sum of t
     plain=True,
 )
 def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Losses that compare tensors element by element: torch's own of the parts, and their sum."""
+    """Elementwise losses: torch's own of the parts, and their sum."""
     if name == "l1_loss" and "weight" not in kwargs:
         kwargs = {**kwargs, "weight": _weight_of_l1()}
     given = arguments_of(name, func, args, kwargs)
-    # torch says what it does not take, once for each kind of call
+    # torch raises its own errors, once for each kind of call
     kinds = kinds_of(given)
     sizes = {each.shape for key, each in kinds if isinstance(each, Kind) and key not in _WEIGHTS}
-    if len(sizes) > 1 and name != "gaussian_nll_loss":  # which looks at values
+    if len(sizes) > 1 and name != "gaussian_nll_loss":  # which reads values
         func(**{key: _outlined(each) for key, each in kinds})  # it warns of sizes at every call
-    if name != "gaussian_nll_loss" or not outlining.get():  # it looks at values, which are not here
+    if name != "gaussian_nll_loss" or not outlining.get():  # it reads values, and there are none
         _check_least(name, func, kinds)
     reduction = _reduction_of(given)
     if name == "binary_cross_entropy" and not checked.get():
         x = given["input"]
-        if holds_anywhere(~((x >= 0) & (x <= 1))):  # a worker with good values would not raise
+        if holds_anywhere(~((x >= 0) & (x <= 1))):  # workers with valid values would not raise
             raise RuntimeError("all elements of input should be between 0 and 1")
     if name == "gaussian_nll_loss":
         given["var"] = _variance(given["var"], given["input"])
@@ -110,8 +110,8 @@ def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     parts = dict(zip(operands, wide, strict=True))
 
     def measure(reduction: str) -> torch.Tensor:
-        """Torch's own loss of the parts, which it reduces without keeping that of each element."""
-        if name == "gaussian_nll_loss" and outlining.get():  # torch's own looks at values
+        """Torch's own loss of the parts, which it reduces without storing each element's loss."""
+        if name == "gaussian_nll_loss" and outlining.get():  # torch's own reads values
             variance = parts.get("var", given.get("var"))
             return F.mse_loss(parts["input"] / variance, parts["target"], reduction=reduction)
         loss: torch.Tensor = func(**parts, **given, reduction=reduction)
@@ -123,7 +123,7 @@ def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         both = _total(torch.stack([measure("sum"), parts["weight"].sum()]), layout)
         return _one_number(both[0] / both[1], layout)
     count, own = prod(layout.shape), prod(layout.local_shape)
-    if reduction == "mean" and own:  # of short numbers a mean holds more than a sum
+    if reduction == "mean" and own:  # in half precision sums may overflow where means do not
         mean = measure("mean")
         share = widened(mean) * (own / count)
         return _one_number(_total(share, layout).to(mean.dtype), layout)
@@ -137,20 +137,20 @@ def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _total(share: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The sum of what the workers have found of their parts of a tensor in this layout."""
+    """The sum of the shares of all workers for their parts of a tensor in this layout."""
     return total(share, layout.partition, layout.shared)
 
 
 def _one_number(value: torch.Tensor, layout: Layout) -> Tensor:
-    """A loss, which all workers of a layout share."""
+    """A loss as one number that all workers of a layout share."""
     return made(value, shared_whole(layout.partition, ()))
 
 
 def _weight_of_l1() -> Any:
-    """The weights that a caller gave to `l1_loss`.
+    """The weights that a caller passed to `l1_loss`.
 
-    Torch does not hand them on to tensors of other kinds; without a look at its frame they would be
-    left out in silence.
+    Torch does not pass them on for tensors of other kinds; without reading them from its frame they
+    would be ignored silently.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -161,7 +161,7 @@ def _weight_of_l1() -> Any:
 
 
 def _variance(var: Any, x: torch.Tensor) -> Any:
-    """A variance for each element or for each row, as it is broadcast; a number stays one."""
+    """A variance for each element or for each row, in a shape to be broadcast; a number stays."""
     if not isinstance(var, torch.Tensor):
         return var
     if not checked.get() and holds_anywhere(var < 0):
@@ -175,13 +175,13 @@ def _variance(var: Any, x: torch.Tensor) -> Any:
     return var
 
 
-# set while values were looked at already, when the workers agreed on their parts
+# set when values were already checked, as workers agreed on their parts
 checked: ContextVar[bool] = ContextVar("checked", default=False)
 _WEIGHTS = ("weight", "pos_weight")
 
 
 class Kind(NamedTuple):
-    """All of a tensor that torch's errors depend on, but for its values."""
+    """The properties of a tensor on which torch's errors depend, except its values."""
 
     shape: Shape
     dtype: torch.dtype
@@ -201,14 +201,14 @@ Kinds = tuple[tuple[str, Any], ...]
 
 @contextmanager
 def _asked() -> Iterator[None]:
-    """Torch is asked what it takes: without warnings, and outside of transforms of `torch.func`."""
+    """Let torch check arguments without warnings, and outside of transforms of `torch.func`."""
     with warnings.catch_warnings(), temporarily_clear_interpreter_stack():
         warnings.simplefilter("ignore")
         yield
 
 
 def kinds_of(given: Settings) -> Kinds:
-    """The arguments of a loss with the kinds of tensors in their places."""
+    """The arguments of a loss with tensors replaced by their kinds."""
     found: list[tuple[str, Any]] = []
     for key, x in given.items():
         if isinstance(x, torch.Tensor):
@@ -222,7 +222,7 @@ def kinds_of(given: Settings) -> Kinds:
 @lru_cache(maxsize=1024)
 @_asked()
 def _check_least(name: str, func: Any, kinds: Kinds) -> None:
-    """The same for the least tensors of these kinds; of the whole ones nothing is computed."""
+    """Let torch check the smallest tensors of these kinds; whole ones without computing."""
     is_weighted = name in ("mse_loss", "l1_loss", "huber_loss")  # by weights of the input's shape
     ones = {
         key: () if key in _WEIGHTS and not is_weighted else (1,) * len(each.shape)
@@ -234,7 +234,7 @@ def _check_least(name: str, func: Any, kinds: Kinds) -> None:
         func(**{key: _outlined(each) for key, each in kinds})
     for key, each in kinds:
         if key in _WEIGHTS and each is not None and not is_weighted:
-            # a weight is not more than the input
+            # a weight must not have more elements than the input
             check_fits(dict(kinds)["input"].shape, each.shape)
 
 
@@ -245,20 +245,20 @@ def _outlined(value: Any) -> Any:
 @lru_cache(maxsize=1024)
 @_asked()
 def loss_dtype(func: Any, kinds: Kinds, autocast: bool) -> torch.dtype:
-    """The dtype of a loss of classes, after torch said what it does not take.
+    """The dtype of a loss of classes, after torch has checked the arguments.
 
-    Torch is asked for one sample with all classes, and then, without values, for all shapes.
+    Torch checks one sample with all classes, and then, without values, all shapes.
 
     Args:
         func: torch's function.
         kinds: its arguments.
-        autocast: whether torch chooses the dtype itself: it says another one then.
+        autocast: whether autocast is on, with which torch computes in another dtype.
     """
     given = dict(kinds)
     x, target, weight = given["input"], given["target"], given["weight"]
     dim = min(1, len(x.shape) - 1)
     row = tuple(length if d == dim else 1 for d, length in enumerate(x.shape))
-    # a target of one class may have a dimension, as an input of classes alone has
+    # a target of one class may have a dimension, if the input has classes alone
     is_row = len(target.shape) == len(x.shape) and (target.shape != (1,) or x.shape == (1,))
     goal = target.zeros(row if is_row else (1,) * len(target.shape))
     if x.shape and not x.shape[dim] and goal.dtype == torch.int64:  # there is no class at all
@@ -269,11 +269,11 @@ def loss_dtype(func: Any, kinds: Kinds, autocast: bool) -> torch.dtype:
         "weight": weight.zeros(weight.shape) if isinstance(weight, Kind) else weight,
     }
     found: torch.Tensor = func(**given | least)
-    # without values torch takes neither classes of uint8 nor a dimension of the one class
+    # without values torch accepts neither classes of uint8 nor the dimension of a single class
     kind = torch.int64 if target.dtype == torch.uint8 else target.dtype
     shape = target.shape if is_row or len(x.shape) != len(target.shape) else ()
     given["target"] = target._replace(dtype=kind, shape=shape)
-    # which shapes fit depends neither on how losses are summed up nor on how much is smoothed
+    # the valid shapes depend neither on the reduction nor on label smoothing
     values_only = ("reduction", "label_smoothing")
     _check_shapes(func, tuple(each for each in given.items() if each[0] not in values_only))
     return found.dtype
@@ -282,13 +282,13 @@ def loss_dtype(func: Any, kinds: Kinds, autocast: bool) -> torch.dtype:
 @lru_cache(maxsize=1024)
 @_asked()
 def _check_shapes(func: Any, kinds: Kinds) -> None:
-    """Raise torch's own error for shapes that do not fit; without values, in Python, for 20 ms."""
+    """Raise torch's own error for wrong shapes; without values it takes 20 ms, in Python."""
     func(**{key: _outlined(each) for key, each in kinds})
 
 
 @rule("linear_cross_entropy", plain=True)
 def linear_cross_entropy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """`cross_entropy` of what a linear map gives."""
+    """`cross_entropy` of the result of a linear map."""
     given = arguments_of(name, func, args, kwargs)
     x, weight, bias = given["input"], given["linear_weight"], given["linear_bias"]
     if given["options"] is not None:
@@ -307,7 +307,7 @@ def linear_cross_entropy(name: str, func: Any, args: Arguments, kwargs: Settings
 
 @rule("ctc_loss", plain=True)
 def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """All times and classes of a sample on one worker; samples may be split."""
+    """CTC with all times and classes of a sample on one worker; samples may be split."""
     given = arguments_of(name, func, args, kwargs)
     x, targets = given["log_probs"], given["targets"]
     reduction = _reduction_of(given)
@@ -319,16 +319,16 @@ def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         x = x.unsqueeze(1)
         lengths = [each.reshape(1) for each in lengths]
         targets = targets.reshape(1, -1)
-    elif targets.dim() == 1:  # those of all samples, one after the other
+    elif targets.dim() == 1:  # the targets of all samples, one after the other
         targets, count = whole_of(targets), int(lengths[1].sum())
         if count != len(targets):
             raise RuntimeError(
                 f"Expected targets of {count} values, the sum of target_lengths, got {len(targets)}"
             )
-        # as rows that end with zeros, so that samples can be split
+        # as rows padded with zeros, so that samples can be split
         rows = targets.split(lengths[1].tolist())
         targets = torch.nn.utils.rnn.pad_sequence(list(rows), True)
-    if not held_layouts(x, targets):  # but lengths are, of which all workers have all now
+    if not held_layouts(x, targets):  # only lengths were, which all workers have now
         x = as_spread(x, next(spread_among(args, kwargs))._layout.partition)
     _check_times(given["blank"], x, targets, *lengths)
     settings = {key: given[key] for key in ("blank", "zero_infinity")} | {"reduction": "none"}
@@ -344,7 +344,7 @@ def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def _check_times(
     blank: int, x: torch.Tensor, targets: torch.Tensor, times: torch.Tensor, lengths: torch.Tensor
 ) -> None:
-    """Raise on all workers what torch would raise on the one that has the sample."""
+    """Raise on all workers the errors that torch would raise where the sample is."""
     steps, samples, classes = x.shape
     for what, each, most in (
         ("input_lengths", times, steps),
@@ -367,18 +367,18 @@ def _check_times(
         raise RuntimeError(f"ctc_loss: a target is none of the {classes} classes")
 
 
-GATHERED = 1 << 16  # bytes of scores of classes that go to all workers: one message is quicker
-NUM_FACTS = 3  # numbers of each sample that a worker tells of its classes, if it keeps the scores
+GATHERED = 1 << 16  # bytes of scores of classes that go to all workers: one message is faster
+NUM_FACTS = 3  # numbers that a worker sends for each sample if its scores stay split
 
 
 @rule("nll_loss", "cross_entropy", plain=True)
 def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The log-probability of each target; for `cross_entropy`, of scores.
+    """The negative log-probability of each target; `cross_entropy` takes scores.
 
     Forward:  ℓ_n = -w[y_n] x[n, y_n], where x are log-probabilities.
 
-    Each worker computes, by torch's own function, the losses of samples of which it has all
-    classes. Classes that are split are gathered if they are few; else they stay where they are.
+    Each worker computes, by torch's own function, the losses of samples for which it has all
+    classes. Classes that are split are gathered if they are few; else they stay split.
     """
     given = arguments_of(name, func, args, kwargs)
     first = next(spread_among(*(given[key] for key in ("input", "target", "weight"))))
@@ -389,14 +389,14 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     target = given.pop("target")
     x = as_spread(given.pop("input"), first._layout.partition)
     if isinstance(target, Tensor) and x._layout.is_whole and not target._layout.is_whole:
-        # an input that all workers have whole lies as the target does
+        # an input that all workers have whole gets the layout of the target
         is_alike = target.dim() == x.dim()
         there = target._layout
         x = x.move_to(there if is_alike else there.with_whole(dim, x._layout.shape[dim]))
     layout = x._layout
     is_probable = name == "cross_entropy" and x.shape == target.shape
     if not is_probable:
-        if x.dim() == target.dim():  # of one sample, which may have a dimension
+        if x.dim() == target.dim():  # the target of one sample may have a dimension
             target = target.reshape(())
         num_classes, ignored = layout.shape[dim], given["ignore_index"]
         part = target._part if isinstance(target, Tensor) else target
@@ -428,7 +428,7 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if reduction == "mean" and is_probable:
         share = share / prod(samples.shape)
     elif reduction == "mean":
-        # divided by the weight of all samples that count
+        # divided by the weights of all samples that count
         counted = chosen != given["ignore_index"]
         if weight is not None:
             weights = weight.detach()[torch.where(counted, chosen, 0).long()]
@@ -441,9 +441,9 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def _of_split_scores(
     x: Tensor, target: torch.Tensor, dim: int, given: Settings, reduction: str
 ) -> Any:
-    """`nll_loss` where no worker has all classes: the score of each target travels.
+    """`nll_loss` if no worker has all classes: the score of each target is sent.
 
-    Each worker picks x[n, target[n]] from its own classes, and the sum has them all.
+    Each worker selects x[n, target[n]] in its own classes, and the sum has them all.
     """
     part, layout = opened(x)
     separate, shared = without(layout, (dim,), False)
@@ -458,7 +458,7 @@ def _of_split_scores(
     ignored = made(chosen == given["ignore_index"], shared)
     losses, factors, weight = torch.where(ignored, 0, -scores), ~ignored, given["weight"]
     if weight is not None:
-        # the weight of the class of each target; of any for targets that are ignored
+        # the weight of the class of each target; of any class for targets that are ignored
         each = used(weight, shared)[chosen.clamp(0, len(weight) - 1)]
         factors = torch.where(ignored, 0, made(each, shared))
         losses = losses * factors
@@ -475,9 +475,9 @@ def of_rows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     least = -1 if name == "multilabel_margin_loss" else 0
     if holds_anywhere((target < least) | (target >= x.shape[-1])):
         raise RuntimeError(f"{name}: target out of range, of {x.shape[-1]} classes")
-    if not held_layouts(x, target):  # but a weight is
+    if not held_layouts(x, target):  # only a weight is spread
         x = as_spread(x, weight._layout.partition)
-    # the target of one sample is a number, or a row of one
+    # the target of one sample is 0-d, or 1-d of length one
     target = target if least else target.reshape(x.shape[:-1])
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("the derivative for 'weight' is not implemented")  # as torch does
@@ -488,7 +488,7 @@ def of_rows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     def compute(x: torch.Tensor, y: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         weights = {"weight": rest[0]} if rest else {}
         found: torch.Tensor = func(x, y, **given, **weights, reduction="none")
-        return found.reshape(x.shape[:-1])  # of one sample, torch gives a row or a number
+        return found.reshape(x.shape[:-1])  # for one sample, torch returns a 1-d or 0-d tensor
 
     return _reduced(batched(name, (letters, row), "c", operands, compute), reduction)
 
@@ -504,12 +504,12 @@ def multilabel_soft_margin_loss(name: str, func: Any, args: Arguments, kwargs: S
     return _reduced(loss.sum(-1) / x.shape[-1], reduction)
 
 
-_LEAST = 1e-12  # what torch adds to the squares of a cosine embedding's lengths
+_LEAST = 1e-12  # torch adds it to the squared norms of a cosine embedding
 
 
 @rule("cosine_embedding_loss", plain=True)
 def cosine_embedding_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """1 - cos for targets of 1, the cosine beyond a margin for targets of -1."""
+    """1 - cos for targets of 1, and the cosine above a margin for targets of -1."""
     given = arguments_of(name, func, args, kwargs)
     outlines(func, tuple(given.values()), {})
     reduction = _reduction_of(given)
@@ -523,7 +523,7 @@ def cosine_embedding_loss(name: str, func: Any, args: Arguments, kwargs: Setting
 
 @rule("triplet_margin_loss", "triplet_margin_with_distance_loss", plain=True)
 def triplet_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """How much farther the negative is from the anchor than the positive, up to a margin."""
+    """By how much the negative is not farther from the anchor than the positive plus a margin."""
     given = arguments_of(name, func, args, kwargs)
     distance: Any = given.get("distance_function")
     if distance is None:

@@ -1,9 +1,9 @@
-"""Masks: the values at places that a tensor of truth values says, in torch's order.
+"""Masks: the values that a boolean tensor selects, in torch's order.
 
-How many there are depends on values. Where the first masked dimension is split, and the others are
-whole, each worker finds a run of the result in its own part: the workers tell each other how long
-their runs are, one number each, and the result lies in parts of these lengths. A mask that all
-workers have tells them that without a message.
+Their number depends on values. If the first masked dimension is split, and the others are whole,
+each worker finds a run of the result in its own part: the workers tell each other the lengths of
+their runs, one number each, and the result is split into parts of these lengths. With a mask that
+all workers have, no message is needed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tessel.transport import kept_in_job
 
 
 def is_mask(item: Any) -> bool:
-    """Whether an item of a key is a tensor of truth values, or a list of them."""
+    """Whether an item of a key is a boolean tensor, or a list of booleans."""
     if isinstance(item, torch.Tensor):
         return item.dtype == torch.bool and item.dim() > 0
     return isinstance(item, list) and bool(item) and all(isinstance(each, bool) for each in item)
 
 
 def is_truth(key: Any) -> bool:
-    """Whether a key is one truth value, or a tensor of one that has no dimensions."""
+    """Whether a key is a single boolean, or a 0-d boolean tensor."""
     if isinstance(key, torch.Tensor):
         return key.dtype == torch.bool and not key.dim()
     return isinstance(key, bool)
@@ -53,12 +53,12 @@ def is_truth(key: Any) -> bool:
 
 @dataclass(frozen=True)
 class MaskedChoice:
-    """Which values of a tensor a mask picks.
+    """The values of a tensor that a mask selects.
 
     Attributes:
-        there: how the tensor lies meanwhile, with the masked dimensions in runs.
+        there: the layout of the tensor meanwhile, with the masked dimensions in runs.
         mask: this worker's part of the mask.
-        result: how the values lie that are picked, along one dimension in the place of the masked.
+        result: the layout of the selected values, with one dimension for the masked ones.
         at: the first masked dimension.
     """
 
@@ -69,26 +69,26 @@ class MaskedChoice:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The index of what this worker picks from its part."""
+        """The index of the values that this worker selects in its part."""
         return (*[slice(None)] * self.at, self.mask)
 
 
 @kept_in_job
 def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout:
-    """A layout in which of the masked dimensions only the first is split.
+    """A layout with only the first of the masked dimensions split.
 
     Args:
-        layout: of the tensor.
-        mask: of the mask, if it is spread.
+        layout: the layout of the tensor.
+        mask: the layout of the mask, if it is spread.
         at: the first masked dimension.
-        count: how many there are.
+        count: the number of masked dimensions.
     """
     cuts = list(layout.cuts)
     masked = slice(at, at + count)
     others = {axis for cut in (*cuts[:at], *cuts[at + count :]) for axis in cut.axes}
     split = any(len(cut.intervals) > 1 for cut in cuts[masked])
     if mask is not None and not split and not others & {a for c in mask.cuts for a in c.axes}:
-        cuts[masked] = mask.cuts  # a tensor that is whole there is cut as its mask is
+        cuts[masked] = mask.cuts  # dimensions that are whole are split like the mask
     if any(len(cut.intervals) > 1 for cut in cuts[at + 1 : at + count]):
         axes = tuple(axis for cut in cuts[masked] for axis in cut.axes)
         parts = prod(layout.partition.shape[axis] for axis in axes)
@@ -99,12 +99,12 @@ def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout
 
 @torch.no_grad()
 def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
-    """What a mask picks of a tensor in this layout, from a dimension on.
+    """The values that a mask selects in a tensor of this layout, from a dimension on.
 
     Args:
-        name: of the function.
-        layout: of the tensor.
-        mask: spread, or the same on all workers; its dimensions are those of the tensor.
+        name: the name of the function.
+        layout: the layout of the tensor.
+        mask: the mask, spread or the same on all workers, with lengths of the tensor.
         at: the first masked dimension.
     """
     if not isinstance(mask, torch.Tensor):
@@ -123,10 +123,10 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
         raise ApartError(name, (layout, mask._layout))
     there = _in_runs(layout, lies, at, mask.dim())
     masked, cut, partition = slice(at, at + mask.dim()), there.cuts[at], layout.partition
-    # The mask lies as the tensor: one shared value along axes that split other dimensions.
+    # The mask is split like the tensor, and shared along axes that split other dimensions.
     beside = Layout.of_cuts(partition, there.shape[masked], there.cuts[masked])
     part = moved(as_spread(mask.detach(), partition), beside)
-    # how many values each interval of the first masked dimension picks, on all workers
+    # the numbers of selected values in intervals of the first masked dimension, on all workers
     if len(cut.intervals) == 1:
         counts = [int(part.sum())]
     elif lies is None:  # all workers have the whole mask
@@ -140,20 +140,20 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
     runs = boxes.consecutive(counts)
     shape, cuts = list(there.shape), list(there.cuts)
     shape[masked], cuts[masked] = [runs[-1][1]], [Cut(there.cuts[at].axes, runs)]
-    # axes of masked dimensions of one part, beside the first, split nothing any more
+    # axes of other masked dimensions, which are in one part, split nothing any more
     return MaskedChoice(
         there, part, Layout.of_cuts(layout.partition, tuple(shape), tuple(cuts)), at
     )
 
 
 def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:
-    """The values at a mask, which covers some dimensions from `at` on."""
+    """The values that a mask selects; it covers some dimensions from `at` on."""
     choice = chosen(name, x._layout, mask, at)
     return made(computed(lambda part: part[choice.key], moved(x, choice.there)), choice.result)
 
 
 def put_at_mask(name: str, x: Tensor, mask: Any, value: torch.Tensor, at: int = 0) -> None:
-    """Other values at a mask, in place."""
+    """Replace the values that a mask selects, in place."""
     choice = chosen(name, x._layout, mask, at)
     _put(x, choice, value)
 
@@ -173,7 +173,7 @@ def _put(x: Tensor, choice: MaskedChoice, value: torch.Tensor) -> None:
 
 
 def indexed_lengths(value: torch.Tensor, shape: Sequence[int]) -> list[int]:
-    """The lengths of values for what a key picks, without dimensions of length one in front."""
+    """The lengths of values for a selection, without leading dimensions of length one."""
     given = list(value.shape)
     while len(given) > len(shape) and given[0] == 1:
         given.pop(0)
@@ -188,7 +188,7 @@ def indexed_lengths(value: torch.Tensor, shape: Sequence[int]) -> list[int]:
 
 @rule("masked_select", plain=True)
 def masked_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The values at a mask, both of one shape after broadcasting, in one row."""
+    """The values that a mask selects after broadcasting, as a 1-d tensor."""
     x, mask = args[0], argument(args, kwargs, 1, "mask")
     if mask.dtype != torch.bool:
         func(torch.empty(0), torch.empty(0, dtype=mask.dtype))  # torch's own error
@@ -201,7 +201,7 @@ def masked_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 @rule("nonzero", "argwhere")
 def nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The places of values that are not zero, one row for each."""
+    """The indices of nonzero values, one row for each."""
     x = args[0].detach()
     if not x.dim():
         raise unsupported(name, "tensors without dimensions are not supported", x._layout)
@@ -221,7 +221,7 @@ def nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("where", plain=True)
 def where(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Of a condition alone, the places where it holds; else, one of two values for each place."""
+    """The indices where a condition holds; with values, one of the two for each element."""
     if len(args) == 1 and not kwargs:
         return nonzero("nonzero", torch.nonzero, (args[0], True), {})
     return pointwise(name, func, args, kwargs)
@@ -229,7 +229,7 @@ def where(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("masked_scatter", "masked_scatter_")
 def masked_scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The first values of a source, one after the other, where a mask says so."""
+    """Put values of a source, one after the other, where a mask holds."""
     x, mask = args[0], argument(args, kwargs, 1, "mask")
     source = argument(args, kwargs, 2, "source")
     if mask.dtype != torch.bool or source.dtype != x.dtype or not x.dim():
@@ -252,7 +252,7 @@ def masked_scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
 
 
 def places_of(masks: Sequence[Any]) -> list[torch.Tensor]:
-    """The indices at which a mask holds, for each of its dimensions, on all workers."""
+    """The indices at which masks hold, for each of their dimensions, on all workers."""
     found: list[torch.Tensor] = []
     for mask in masks:
         whole = mask.full() if isinstance(mask, Tensor) else torch.as_tensor(mask)

@@ -1,4 +1,4 @@
-"""Functions of whole matrices, one by one: those of a batch lie on several workers."""
+"""Functions of single whole matrices: those of a batch are on several workers."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from tessel.tensor.table import (
     *("linalg_matrix_exp", "linalg_pinv", "logdet", "matrix_exp"),
 )
 def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Every worker has whole matrices of its share of the batch."""
+    """Each worker computes with whole matrices, its share of the batch."""
     x, layout = args[0], args[0]._layout
     last = len(layout.shape) - 2
     if last < 1 and not layout.is_whole:
         raise unsupported(name, "it has no rule for tensors that are split", layout)
-    if [*tensors(args[1:], kwargs)]:  # of a number for each matrix others would need other parts
+    if [*tensors(args[1:], kwargs)]:  # a number for each matrix would have to be split, too
         raise unsupported(name, "tolerances that are tensors are not supported", layout)
     whole = outlines(func, args, kwargs)  # torch's own error
     there = layout.hosted((last, last + 1))
     part = moved(x, there)
     members = whole if isinstance(whole, tuple) else (whole,)
-    # Each result belongs to a matrix of the batch, and lies where that does.
+    # Each result belongs to a matrix of the batch, and is on the same worker.
     targets = [
         Layout.of_cuts(there.partition, shape, (*there.cuts[:last], *map(Cut.whole, shape[last:])))
         for shape in (tuple(each.shape) for each in members)
@@ -51,7 +51,7 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if part.numel() or 0 in layout.shape[last:]:  # matrices without entries have determinants, too
         attempt = func if name in _NEVER_FAIL else partial(_attempted, func)
         result = attempt(part, *args[1:], **kwargs)
-    else:  # not all functions have derivatives for no matrices
+    else:  # not all functions have derivatives for empty batches
         found = [
             anchored_zeros(target.local_shape, part).to(each.dtype)
             for each, target in zip(members, targets, strict=True)
@@ -72,15 +72,15 @@ _NEVER_FAIL = frozenset(
 
 
 def _attempted(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a function gives, or None if some matrix is singular, not definite, or not finite."""
+    """The result of a function, or None if a matrix is singular, not definite, or not finite."""
     try:
         return func(*args, **kwargs)
-    except RuntimeError:  # not only LinAlgError: of what is not finite `eig` raises this
+    except RuntimeError:  # not only LinAlgError: `eig` raises this if values are not finite
         return None
 
 
 def _fails(here: bool, batch: Layout) -> bool:
-    """Whether any worker has a matrix that a function cannot take: then all raise the same."""
+    """Whether any worker has a matrix for which a function fails: then all raise the same."""
     return (
         here if batch.is_whole else holds_anywhere(made(torch.full(batch.local_shape, here), batch))
     )
@@ -88,7 +88,7 @@ def _fails(here: bool, batch: Layout) -> bool:
 
 @rule("linalg_solve", plain=True)
 def solve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Matrices and right-hand sides of one batch, which may lie otherwise."""
+    """Matrices and right-hand sides of one batch, which may have other layouts."""
     a, b = args[0], argument(args, kwargs, 1, "B")
     if a.dim() != b.dim() or a.dim() < 3 or not kwargs.get("left", True):
         why = "batches of matrices, and of right-hand sides, are needed"

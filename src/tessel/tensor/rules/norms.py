@@ -1,7 +1,7 @@
 """Norms: values shifted and scaled by the mean and variance of the whole tensor.
 
-Where each worker has all values that are averaged, the norm is torch's own of the part. Elsewhere
-the workers exchange the moments of their parts, from which all compute those of the whole.
+If each worker has all values that are averaged, the norm is torch's own of the part. Otherwise the
+workers exchange the moments of their parts, from which all compute those of the whole.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from tessel.transport import kept_in_job
 
 @dataclass(frozen=True)
 class Gathering:
-    """How all workers get the moments of all parts of what is averaged.
+    """The exchange that gives all workers the moments of all averaged parts.
 
     The index space is (places, moments, statistics): each place of the grid along the averaged
     dimensions has its own moments, and all of them are everywhere along these axes afterwards.
 
     Args:
-        layout: of the tensor.
+        layout: the layout of the tensor.
         dims: its dimensions that are averaged.
         lengths: the global shape of a statistic.
-        cuts: how a statistic lies on the grid, along the axes that split no averaged dimension.
-        num_moments: how many there are for each statistic.
+        cuts: the cuts of a statistic on the grid, by axes that split no averaged dimension.
+        num_moments: the number of moments for each statistic.
         is_shared: whether workers use the moments of all places as one shared value, from which
             all compute the same, or as separate copies.
     """
@@ -92,17 +92,17 @@ class Gathering:
 
     @cached_property
     def places(self) -> list[tuple[Interval, ...]]:
-        """For each place along the averaged dimensions, what it averages."""
+        """For each place along the averaged dimensions, the box that it averages."""
         return list(product(*(self.layout.cuts[dim].intervals for dim in self.dims)))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many values each place averages, for every statistic alike."""
+        """The number of values that each place averages, equal for every statistic."""
         return tuple(map(boxes.volume, self.places))
 
     @cached_property
     def stays(self) -> bool:
-        """Whether each worker has all of what it averages."""
+        """Whether each worker has all values of its averages."""
         return len(self.places) == 1
 
     @cached_property
@@ -112,7 +112,7 @@ class Gathering:
 
     @cached_property
     def move(self) -> Move:
-        """The one exchange."""
+        """The single exchange."""
         num = len(self.places)
         apart = Cut(self.axes, tuple((k, k + 1) for k in range(num)))
         shared = self.axes if self.is_shared else ()
@@ -120,13 +120,13 @@ class Gathering:
 
     @cached_property
     def total(self) -> LinearOperator | None:
-        """The sum of two statistics over all workers; None where each has all of it."""
+        """The sum of two statistics over all workers; None if each has all values."""
         use = replication(self.statistics, self.axes)
         return None if use is None else use.H
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """The axes of the grid that split what is averaged."""
+        """The axes of the grid that split averaged dimensions."""
         return tuple(axis for dim in self.dims for axis in self.layout.cuts[dim].axes)
 
     def _moments(self, places: Cut, shared: tuple[int, ...] = ()) -> Layout:
@@ -136,17 +136,17 @@ class Gathering:
 
     @cached_property
     def statistics(self) -> Layout:
-        """Two statistics of the whole, one shared value along all axes that split none."""
+        """The layout of two statistics of the whole, shared along axes that do not split them."""
         cuts = (Cut.whole(2), *self.cuts)
         return Layout.of_cuts(self.layout.partition, (2, *self.lengths), cuts)
 
     def gather(self, *moments: Tensor) -> tuple[Tensor, ...]:
-        """This worker's moments to those of all places, which are the first dimension."""
+        """Gather the moments of all places along the first dimension, given this worker's."""
         local = torch.stack([each.reshape(self.local_shape) for each in moments]).unsqueeze(0)
         return (local if self.stays else self.move.apply(local)).unbind(1)
 
     def shares(self, like: Tensor) -> Tensor:
-        """What part of all averaged values lies at each place."""
+        """The fraction of all averaged values that each place has."""
         total = sum(self.counts)
         shares = constant(tuple(count / total for count in self.counts), like.dtype, like.device)
         return shares.reshape(-1, *[1] * len(self.lengths))
@@ -156,8 +156,8 @@ class Gathering:
 class ChannelGroups(Gathering):
     """The gathering for channels in groups, which may be cut anywhere.
 
-    Where every cut lies between two groups, the groups are split as their channels are. Elsewhere
-    each place has moments of all groups, of which some may be of no value.
+    If every cut is between two groups, the groups are split like their channels. Otherwise each
+    place has moments of all groups, some of them of no values.
 
     Args:
         size: the number of channels of a group.
@@ -181,7 +181,7 @@ class ChannelGroups(Gathering):
 
     @property
     def members(self) -> list[int]:
-        """The group of each of this worker's channels, among those that it has moments of."""
+        """The group of each of this worker's channels, among those whose moments it has."""
         box = self.layout.box()
         assert box is not None
         whole = 1 in self.dims
@@ -192,7 +192,7 @@ class ChannelGroups(Gathering):
         if 1 not in self.dims:
             return super().shares(like)
         groups = [(group * self.size, (group + 1) * self.size) for group in range(self.lengths[1])]
-        # of each place: how many of its channels are in each group, times the space that they have
+        # for each place, the number of its channels in each group, times their space
         counts = [
             [boxes.volume((boxes.overlap(part, group) or (0, 0), *space)) for group in groups]
             for part, *space in self.places
@@ -213,12 +213,12 @@ def _normalized(
 ) -> Tensor:
     """w (x − m) / √(v + ε) + b, with one number of each for every index of the second dimension.
 
-    Torch's kernel for given statistics takes constants m̄, v̄. With those, s = √(v + ε) and s̄ alike,
-    the result is w' (x − m̄) / s̄ + b' for w' = w s̄ / s and b' = b + (m̄ − m) w / s. This holds for
-    all m and v, so gradients of every order are right, and nothing is kept but `x`.
+    Torch's kernel for given statistics takes constants m̄, v̄. With s = √(v + ε), and likewise s̄,
+    the result is w' (x − m̄) / s̄ + b' for w' = w s̄ / s and b' = b + (m̄ − m) w / s. This holds
+    for all m and v, so gradients of every order are right, and nothing is kept but `x`.
 
-    With a `gathering` all that comes before w' and b' is shared. Their use is what differs from
-    worker to worker, and their gradients are what is summed, in one exchange.
+    With a `gathering` everything before w' and b' is shared. Only their use differs between
+    workers, so only their gradients are summed, in one exchange.
     """
     dtype = variance.dtype
     weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
@@ -244,20 +244,20 @@ def _normalized(
 
 @kept_in_job
 def _is_alone(layout: Layout) -> bool:
-    """Whether no worker has to know anything of others: all of them have the whole tensor."""
+    """Whether all workers have the whole tensor, so that none needs anything of others."""
     sizes = layout.partition.shape
     return all(sizes[axis] == 1 or axis in layout.shared for axis in range(len(sizes)))
 
 
 @dataclass
 class Norm:
-    """A call of one of torch's norms on a tensor that is split.
+    """A call of one of torch's norms on a split tensor.
 
     Args:
-        function: torch's own, which takes `given`.
-        given: its arguments by their names; parameters and statistics are whole on all workers.
+        function: torch's own function, which takes `given`.
+        given: its arguments by name; parameters and statistics are whole on all workers.
         x: this worker's part.
-        layout: of the tensor.
+        layout: the layout of the tensor.
         dims: the dimensions that parameters have.
     """
 
@@ -269,7 +269,7 @@ class Norm:
 
     @classmethod
     def of(cls, name: str, x: Any, given: Settings, dims: range) -> Norm:
-        """After torch said, of the whole tensor, what is wrong; parts are balanced then."""
+        """Make a call after torch has checked the whole tensor; parts are balanced."""
         part, layout = opened(x)
         running = given.get("running_mean"), given.get("running_var")
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors(running)):
@@ -291,11 +291,11 @@ class Norm:
         return norm
 
     def is_simple(self) -> bool:
-        """Whether no worker has to know anything of others, or there is nothing to know."""
+        """Whether no worker needs anything of others, or the tensor is empty."""
         return _is_alone(self.layout) or 0 in self.layout.shape
 
     def simply(self) -> SpreadTensor:
-        """Torch's own on every worker; of nothing, for what it does with running statistics."""
+        """Torch's own function on every worker; of empty tensors, to update running statistics."""
         if _is_alone(self.layout):
             return made(self.function(self.x, **self.given), self.layout)
         with torch.no_grad():
@@ -303,7 +303,7 @@ class Norm:
         return self.result(self.anchored_zeros(*self.parameters()))
 
     def anchored_zeros(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The result on a worker without values, which hangs on all that it depends on."""
+        """The result on a worker without values, which depends on all operands."""
         return anchored_zeros(tuple(self.x.shape), self.x, weight, bias).to(self.x.dtype)
 
     def parameters(self, shared: tuple[int, ...] = ()) -> RunningMoments:
@@ -323,7 +323,7 @@ class Norm:
 
     @torch.no_grad()
     def collect_running(self) -> None:
-        """Learn the new statistics of other workers' channels."""
+        """Get the new statistics of other workers' channels."""
         mean, variance = self.running()
         assert mean is not None and variance is not None
         means, variances = _collected(mean, variance, self.layout, (1,))
@@ -332,7 +332,7 @@ class Norm:
 
     @property
     def tracks(self) -> bool:
-        """Whether a call in training changes running statistics."""
+        """Whether a call in training updates running statistics."""
         return self.given["running_mean"] is not None
 
     def result(self, y: Tensor) -> SpreadTensor:
@@ -350,7 +350,7 @@ def local_parameters(
     present = [each for each in (weight, bias) if each is not None]
     if not present:
         return None, None
-    several = used_together(present, layout, shared)  # their gradients take one exchange
+    several = used_together(present, layout, shared)  # one exchange for their gradients
     if any([layout.is_split(dim) for dim in dims]):
         box = layout.box()
         assert box is not None
@@ -363,7 +363,7 @@ def local_parameters(
 def local_running(
     mean: Tensor | None, var: Tensor | None, layout: Layout, dims: range
 ) -> RunningMoments:
-    """The running statistics of this worker's channels, in their memory."""
+    """The running statistics of this worker's channels, as views."""
     (dim,) = dims
     if not layout.is_split(dim):
         return mean, var
@@ -381,7 +381,7 @@ def normalize_by_running(
     eps: float,
     dim: int = 1,
 ) -> Tensor:
-    """What evaluation does with a part whose channels are dimension `dim`: nothing moves."""
+    """The norm of a part in evaluation, with channels along `dim`; nothing is sent."""
     if not x.numel():
         return anchored_zeros(tuple(x.shape), x, weight, bias).to(x.dtype)
     batched = x if dim == 1 else x.unsqueeze(0)
@@ -389,11 +389,11 @@ def normalize_by_running(
 
 
 def check(name: str, given: Settings, shape: Shape, x: Tensor, dims: range) -> None:
-    """Raise what torch raises for a tensor of this shape, of the kind of `x`; once for each."""
+    """Raise torch's own errors for a tensor of this shape, like `x`; checked once for each kind."""
     kinds = [
         (key, (each.shape, each.dtype) if isinstance(each, Tensor) else each)
         for key, each in given.items()
-        if key != "momentum"  # which may be another one with each batch
+        if key != "momentum"  # it may differ for each batch
     ]
     _check(name, tuple(kinds), shape, dims, x.dtype, x.device.type)
 
@@ -407,7 +407,7 @@ def _check(
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Let torch say what is wrong with a global shape, and with a dtype on the least shape."""
+    """Let torch check a global shape, and a dtype with the smallest shape."""
     least = tuple(length if dim in dims else 2 for dim, length in enumerate(shape))
     for lengths, where in ((shape, "meta"), (least, device)):
         given = {
@@ -418,7 +418,7 @@ def _check(
         }
         with torch.no_grad():
             getattr(F, name)(torch.ones(lengths, dtype=dtype, device=where), **given)
-    if (given["eps"] or 0) < 0:  # which the kernel that all of them end in refuses
+    if (given["eps"] or 0) < 0:  # the kernel that all of them call rejects it
         raise ValueError(
             f"{name} over several workers: eps must not be negative, got {given['eps']}"
         )
@@ -430,7 +430,7 @@ def _check(
 
 
 def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
-    """The arguments by their names, but for what says whether cuDNN is used."""
+    """The arguments by name, except the flag for cuDNN."""
     given = named(args, kwargs, **defaults)
     for key in ("cudnn_enabled", "cudnn_enable"):
         given.pop(key, None)
@@ -439,7 +439,7 @@ def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
 
 @kept_in_job
 def _collecting(layout: Layout, dims: tuple[int, ...]) -> Move | None:
-    """From statistics of each worker's part along `dims` to all of them, two of each, everywhere.
+    """The movement of two statistics of each worker's part along `dims` to all workers.
 
     None if every worker has all of them.
     """
@@ -458,14 +458,14 @@ def _collected(mean: Tensor, variance: Tensor, layout: Layout, dims: tuple[int, 
     return local if move is None else move.apply(local)
 
 
-# of arguments behind the input: those of torch.nn.functional, and of the function that it calls
+# the order of arguments after the input in torch.nn.functional, and in the function that it calls
 _ORDER = dict.fromkeys(("running_mean", "running_var", "weight", "bias"))
 _TORCHS_ORDER = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
 
 
 @rule("batch_norm")
 def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over batch and space, of each channel; torch's function has another order of arguments."""
+    """Normalize each channel over batch and space; torch has two orders of arguments."""
     settings = {"training": False, "momentum": 0.1, "eps": 1e-5}
     order = _ORDER if func is F.batch_norm else _TORCHS_ORDER
     given = _named(args, kwargs, **order, **settings)
@@ -477,13 +477,13 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             normalize_by_running(norm.x, norm.running(), *norm.parameters(), given["eps"])
         )
     gathering = _over_channels(norm.layout)
-    if gathering.stays:  # each worker has all values of its channels: this is torch's own
+    if gathering.stays:  # each worker has all values of its channels: use torch's own
         weight, bias = norm.parameters()
         if not norm.x.numel():
             y = norm.anchored_zeros(weight, bias)
         else:
             running, numbers = norm.running(), (given["momentum"], given["eps"])
-            # torch changes copies, which autograd keeps: what it keeps must not change any more
+            # torch updates copies, since autograd saves them, and saved tensors must not change
             mean, variance = (None if each is None else each.clone() for each in running)
             y = F.batch_norm(norm.x, mean, variance, weight, bias, True, *numbers)
             for each, new in zip(running, (mean, variance), strict=True):
@@ -498,12 +498,12 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def _over_channels(layout: Layout) -> Gathering:
-    """Averages of each channel, over batch and space."""
+    """The averages of each channel over batch and space."""
     return Gathering.over(layout, (0, *range(2, len(layout.shape))), is_shared=True)
 
 
 def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
-    """With the statistics of all workers, which running ones take in, on this worker's part."""
+    """The norm of this worker's part by statistics of all workers, which update running ones."""
     eps, momentum = norm.given["eps"], norm.given["momentum"]
     running, parameters = norm.running(), norm.parameters(gathering.axes)
 
@@ -525,7 +525,7 @@ def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
 
 @rule("instance_norm")
 def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over space, of each channel of each sample; torch's function has another order, too."""
+    """Normalize each channel of each sample over space; torch has two orders of arguments."""
     settings = {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5}
     order = _ORDER if func is F.instance_norm else _TORCHS_ORDER
     given = _named(args, kwargs, **order, **settings)
@@ -543,7 +543,7 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         return norm.result(F.instance_norm(x, None, None, weight, bias, True, 0.0, eps))
     y, mean, variance = _normalize_groups(norm, instances)
     if norm.tracks:
-        # running statistics take in the average over the instances of the whole batch
+        # the average over all instances of the batch updates running statistics
         centre, spread = _collected(mean, variance, norm.layout, (0, 1)).mean(1)
         running = given["running_mean"], given["running_var"]
         update_running(running, centre, spread, sum(instances.counts), given["momentum"])
@@ -552,7 +552,7 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 @rule("group_norm")
 def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over groups of channels, and space, of each sample."""
+    """Normalize groups of channels of each sample, also over space."""
     given = _named(args, kwargs, num_groups=1, weight=None, bias=None, eps=1e-5)
     norm = Norm.of(name, args[0], given, range(1, 2))
     if norm.is_simple():
@@ -568,8 +568,7 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor, Tensor]:
-    """This worker's part with the statistics of all workers, and the mean and variance of each
-    sample's groups."""
+    """The norm of this worker's part, and the mean and variance of each sample's groups."""
     eps, parameters = norm.given["eps"], norm.parameters()
 
     def composed(x: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -577,7 +576,7 @@ def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor
         members = constant(tuple(groups.members), torch.int64, x.device)
         means, variances = (each.reshape(x.shape[:2]) for each in local_moments(rows))
         if groups.size > 1:
-            # the moments of groups from those of channels; zeros for a group without a channel
+            # the moments of groups from those of channels; zeros for groups without channels
             like = groups.local_shape
             counts = tuple(max(1.0, float(groups.members.count(k))) for k in range(like[1]))
             sizes = constant(counts, means.dtype, x.device)
@@ -595,7 +594,7 @@ def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor
 
     use = replication(groups.statistics, groups.axes)
     are_whole = 1 not in groups.dims
-    on_processor = norm.x.device.type == "cpu"  # a GPU's kernels take other statistics
+    on_processor = norm.x.device.type == "cpu"  # kernels on GPUs take other statistics
     if use is None or not (are_whole and on_processor and can_use_kernels(norm.x, *parameters)):
         return composed(norm.x, *parameters)
     kernels = GroupNorm(
@@ -607,7 +606,7 @@ def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor
 
 @rule("layer_norm", "rms_norm")
 def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over the last dimensions, with a parameter for each place there."""
+    """Normalize over the last dimensions, with a parameter for each position in them."""
     if name == "layer_norm":
         given = _named(args, kwargs, normalized_shape=(), weight=None, bias=None, eps=1e-5)
     else:
@@ -625,7 +624,7 @@ def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         parameters = {"weight": weight, "bias": bias} if is_layer else {"weight": weight}
         return norm.result(norm.function(x, shape, **parameters, eps=given["eps"]))
     rows = x.reshape(1, prod(x.shape[:first]), prod(x.shape[first:]))
-    # (1, rows, columns), the rows of which go on elsewhere
+    # (1, rows, columns), where rows continue on other workers
     if is_layer:
         means, variances = gathering.gather(*local_moments(rows))
         mean, variance = combined(means, variances, gathering.shares(means))

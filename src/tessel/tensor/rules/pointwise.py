@@ -1,4 +1,4 @@
-"""Functions of each element on its own: all operands lie as the result does."""
+"""Pointwise functions: all operands are moved to the layout of the result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tessel.tensor.table import (
 from tessel.tensor.tensor import Tensor, open_part
 from tessel.transport import kept_in_job
 
-# pointwise functions that torch does not tag so
+# pointwise functions that torch does not tag as such
 ALSO = frozenset(
     (
         *("hardswish", "leaky_relu", "softsign", "tanhshrink", "logsigmoid", "log_sigmoid"),
@@ -62,28 +62,28 @@ ALSO = frozenset(
 
 # views of complex numbers, and real numbers themselves
 _OF_COMPLEX = frozenset(("real", "get real", "imag", "get imag", "conj", "resolve_conj"))
-# what gives the tensor itself if it is so already
+# functions that return the tensor itself if nothing changes
 _ALREADY = _OF_COMPLEX | {
     *("type", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf", "int", "long"),
     *("short", "char", "byte", "bool", "cpu", "cuda", "contiguous", "resolve_neg"),
 }
 
-# what gives a number or a truth value, for which a tensor must be whole
+# functions that return a number or a boolean, for which a tensor must be whole
 _NUMBERS = frozenset(("equal", "__bool__", "__float__", "__int__", "__index__", "__complex__"))
 
 
 @lru_cache(maxsize=1024)
 def is_pointwise(name: str) -> bool:
-    """Whether a torch function of this name treats each element on its own."""
+    """Whether a torch function of this name is pointwise."""
     if name in _NUMBERS:
         return False
     plain = name.removesuffix("_")
-    if name.startswith("__") and name.endswith("__"):  # an operator, perhaps from the right
+    if name.startswith("__") and name.endswith("__"):  # an operator, possibly reflected
         plain = name[2:-2]
         is_whole_word = plain in ("invert", "rshift", "rdiv")
         plain = plain[1:] if plain[:1] in "ri" and not is_whole_word else plain
         plain = _OPERATORS.get(plain, plain)
-    packet = getattr(torch.ops.aten, plain, None)  # an operator, or what the namespace itself has
+    packet = getattr(torch.ops.aten, plain, None)  # an operator, or an attribute of the namespace
     tagged = isinstance(packet, torch._ops.OpOverloadPacket) and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
@@ -98,7 +98,7 @@ _OPERATORS |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "
 
 @lru_cache(maxsize=1024)
 def is_in_place(name: str) -> bool:
-    """Whether a function changes its first argument."""
+    """Whether a function of this name changes its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name in (
         *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__idiv__"),
         *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
@@ -107,8 +107,8 @@ def is_in_place(name: str) -> bool:
 
 
 def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """All operands in the layout of the result, which that of the largest is."""
-    if is_in_place(name) or bool(kwargs.get("inplace")):  # the others lie as the first does
+    """Combine all operands in the layout of the result, that of the largest."""
+    if is_in_place(name) or bool(kwargs.get("inplace")):  # in the layout of the first
         first, layouts = args[0], held_layouts(args, kwargs)
         if not isinstance(first, Tensor):
             if all(each.is_whole for each in layouts):
@@ -117,7 +117,7 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                 first, common_layout(name, [*args, *kwargs.values()])
             ):
                 raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
-        # `x[1:] += y` puts the view that is changed back into x, where it need not be one
+        # `x[1:] += y` puts the changed view back into x, so it may be a copy
         goes_back = name in _AUGMENTED and may_go_back(first)
         if not goes_back:
             check_change(name, first, layouts)
@@ -135,9 +135,9 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         *[fitted(each, target) for each in args],
         **{key: fitted(each, target) for key, each in kwargs.items()},
     )
-    if isinstance(result, str):  # the name of a type
+    if isinstance(result, str):  # the name of a tensor type, from `type`
         return result
-    if result is NotImplemented:  # of x == "text": torch takes this error for the same answer
+    if result is NotImplemented:  # for x == "text": torch turns this error into the same answer
         raise TypeError(f"`{name}` of a tensor and {[type(each).__name__ for each in args[1:]]}")
     if name == "frexp":
         return type(result)([made(each, target) for each in result])
@@ -146,17 +146,17 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return made(result, target)
 
 
-OF_ELEMENTS = "operator of elements"  # no name of a function: an operator may have any
+OF_ELEMENTS = "operator of elements"  # not the name of any function or operator
 
 
 @rule(OF_ELEMENTS, plain=True)
 def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """An operator that code which bypasses torch's functions calls, and torch tags as pointwise."""
+    """A pointwise operator, called by code that bypasses torch's functions."""
     return pointwise(name, func, args, kwargs)
 
 
 def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
-    """Raise if a change in place would not reach all that torch lets it reach."""
+    """Raise if a change in place would not reach all tensors that it reaches in torch."""
     if is_copy(target):
         raise unsupported(
             name, "it would change a copy where torch has a view of another tensor", *layouts
@@ -168,21 +168,21 @@ def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
 
 
 def keep_hooks(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
-    """Let hooks get the gradient of a tensor whose part is changed next, though that is a view.
+    """Keep the hooks of a tensor whose part is about to be changed, even if the part is a view.
 
-    Torch forgets hooks of a view that is changed in place. What is no view in one process may have
-    a part that is one, as a convolution that computes a row more than it gives. So a copy of the
-    part is changed.
+    Torch drops hooks of a view that is changed in place. A tensor that is not a view in one process
+    may have a part that is one, for example of a convolution that computes a superfluous row. So a
+    copy of the part is changed.
     """
     part, aliases = target._part, Aliases.of(target)
-    if not part._is_view() or not aliases.begin_with(target):  # or torch forgets them, too
+    if not part._is_view() or not aliases.begin_with(target):  # else torch drops them, too
         return
     if any(each is not target for each in aliases):
         raise unsupported(name, "it would change views of a tensor that has hooks", *layouts)
     target._part = part.clone()
 
 
-# what torch calls for `+=` and its like
+# functions that torch calls for `+=` and the like
 _AUGMENTED = frozenset(
     (
         *("add_", "sub_", "mul_", "div_", "pow_", "floor_divide_", "remainder_"),
@@ -194,7 +194,7 @@ _AUGMENTED = frozenset(
 
 
 def changed(target: Tensor) -> Tensor:
-    """A tensor whose part was changed in place: it needs a gradient if its part does now."""
+    """Update a tensor whose part was changed in place: it requires a gradient if its part does."""
     part = target._part
     if part.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
@@ -219,11 +219,11 @@ def common_layout(name: str, values: Sequence[Any]) -> Layout:
 
 @kept_in_job
 def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
-    """The layout of an operand of the whole shape; else, each dimension as some operand has it."""
+    """The layout of an operand of the whole shape; else the cuts of several operands combined."""
     shape = tuple(torch.broadcast_shapes(*plain, *(each.shape for each in layouts)))
     fitting = [layout for layout in layouts if layout.shape == shape]
     if fitting:
-        # What all workers have whole is there for any part: nothing moves if another one stays.
+        # A tensor that all workers have whole need not move: prefer the layout of another one.
         fitting = [each for each in fitting if not each.is_whole] or fitting
         balanced = (each for each in fitting if each.cuts == each.resized(shape).cuts)
         return next(balanced, fitting[0])
@@ -240,7 +240,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
 
 
 def fitted(value: Any, target: Layout) -> Any:
-    """An operand, so that it can be combined with this worker's part of `target`."""
+    """An operand in a form to be combined with this worker's part of `target`."""
     if isinstance(value, Tensor):
         layout = value._layout
         if layout is target or layout == target:
@@ -255,11 +255,11 @@ def fitted(value: Any, target: Layout) -> Any:
 
 @kept_in_job
 def broadcast(layout: Layout, target: Layout) -> Layout:
-    """Where an operand must lie: as the result, but dimensions of length one are everywhere."""
+    """The layout of an operand: that of the result, but dimensions of length one are everywhere."""
     first = len(target.shape) - len(layout.shape)
     cuts = tuple(
         cut
-        if length > 1  # else one value, on every worker that has some of the target
+        if length > 1  # else one value on each worker with a part of the target
         else Cut(cut.axes, tuple((0, min(1, stop - start)) for start, stop in cut.intervals))
         for cut, length in zip(target.cuts[first:], layout.shape, strict=True)
     )
@@ -268,7 +268,7 @@ def broadcast(layout: Layout, target: Layout) -> Layout:
 
 @rule("to", "type_as", "positive", *_ALREADY, plain=True)
 def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """As another tensor is, whose layout plays no part; the tensor itself if it is so already."""
+    """Convert the part; the layout of another tensor does not matter, and no change returns `x`."""
     y = func(*parts(args), **parts(kwargs))
     if not isinstance(args[0], Tensor) or not isinstance(y, torch.Tensor):
         return y
@@ -283,11 +283,11 @@ def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def tells_strides(layout: Layout, dims: tuple[int, ...] = ()) -> bool:
-    """Whether strides of each part are those of the whole: of one index they say nothing.
+    """Whether strides of each part tell those of the whole; those of a single index do not.
 
     Args:
-        layout: of the whole.
-        dims: whose strides, if not those of all dimensions.
+        layout: the layout of the whole.
+        dims: the dimensions whose strides count, by default all.
     """
     pairs = [(layout.shape[dim], layout.cuts[dim]) for dim in dims or range(len(layout.shape))]
     return all(b - a > 1 or b - a == n for n, cut in pairs for a, b in cut.intervals)
@@ -295,7 +295,7 @@ def tells_strides(layout: Layout, dims: tuple[int, ...] = ()) -> bool:
 
 @rule("prelu")
 def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """With a slope for all channels, or for each."""
+    """A leaky ReLU with a slope for all channels, or for each."""
     weight = as_autocast(kwargs["weight"] if len(args) == 1 else args[1])
     args = as_autocast(args[0]), weight
     if not all(each.is_whole for each in held_layouts(weight)):
@@ -311,33 +311,33 @@ def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("get data", "detach")
 def detach(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The same part without its history."""
+    """The same part without history."""
     x = args[0]
-    # of `data` autograd does not hear that it is changed
+    # autograd does not track changes of `data`
     part = x._part.data if name == "get data" else x._part.detach()
     return note_view(made(part, x._layout), x, detached=True)
 
 
 @rule("new_tensor")
 def new_tensor(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A tensor of its own, which all workers have whole."""
+    """A new tensor, which all workers have whole."""
     check_whole(name, args[1:], kwargs)
     return func(*parts(args), **parts(kwargs))
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
 def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A tensor of its own, which lies as this one does if it is as long in what is not split.
+    """A new tensor, in the layout of this one if dimensions that are not split have equal lengths.
 
-    So what is written there, say sums of messages to the nodes of a graph, stays in parts. Any
-    other tensor, or one too short to be split, is on all workers, whole.
+    So values that are written there, such as sums of messages to the nodes of a graph, stay split.
+    Any other tensor, or one too short to be split, is whole on all workers.
     """
     check_whole(name, args[1:], kwargs)
     x = args[0]
     there = new_layout(x._layout, tuple(outlines(func, args, kwargs).shape))
     if there is None:
         return func(*parts(args), **parts(kwargs))
-    # what is left of the arguments without the size: the value, and keywords
+    # the arguments without the size: the value, and keywords
     rest = args[2:] if name == "new_full" else ()
     settings = {key: each for key, each in parts(kwargs).items() if key != "size"}
     return made(func(x._part, there.local_shape, *parts(rest), **settings), there)
@@ -345,11 +345,11 @@ def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def new_layout(layout: Layout, shape: Shape) -> Layout | None:
-    """How a new tensor lies beside one that is like it but for its rows; None if it is plain.
+    """The layout of a new tensor like an existing one except for its rows; None if it is plain.
 
-    Code that writes `x.new_zeros(x.shape)` means what `torch.zeros_like(x)` gives. What a number
-    for each sample is drawn into, `x.new_empty(len(x), 1, 1)`, is plain however x is split: else
-    the numbers would depend on the split.
+    `x.new_zeros(x.shape)` means the same as `torch.zeros_like(x)`. A tensor for random numbers of
+    each sample, `x.new_empty(len(x), 1, 1)`, is plain however x is split: otherwise the numbers
+    would depend on the split.
     """
     if shape == layout.shape:
         return layout

@@ -1,6 +1,6 @@
 """Pools: the largest value or the mean of each window.
 
-Each worker fetches what the windows of its outputs read, and pools it by torch's own function.
+Each worker fetches the inputs that its windows read, and pools them by torch's own function.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _AVERAGES: tuple[Any, ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 @dataclass(frozen=True)
 class Pool(ABC):
-    """What a pool does, as a value.
+    """The arguments of a pool, as a value.
 
     Attributes:
-        windows: along each of the last dimensions.
-        ceil_mode: whether a last window may stick out.
+        windows: the window along each of the last dimensions.
+        ceil_mode: whether a last window may extend beyond the tensor.
     """
 
     windows: tuple[Window, ...]
@@ -58,7 +58,7 @@ class Pool(ABC):
     @property
     @abstractmethod
     def arguments(self) -> tuple[Any, ...]:
-        """Those of torch's own pool behind the input, which decide about the shape."""
+        """The arguments of torch's own pool after the input that determine the shape."""
 
     @property
     @abstractmethod
@@ -67,16 +67,16 @@ class Pool(ABC):
 
     @abstractmethod
     def whole(self, x: Tensor) -> Any:
-        """What one process would compute."""
+        """The pool as one process computes it."""
 
     @abstractmethod
     def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Any:
-        """This worker's outputs, at least one, from what its windows read."""
+        """This worker's outputs, at least one, from the inputs that its windows read."""
 
     @lru_cache(maxsize=1024)  # noqa: B019  (pools are values)
     def output_shape(self, shape: Shape, kind: DtypeAndDevice) -> Shape:
-        """The shape of the whole output; torch's own error if it cannot be pooled."""
-        if kind[0] not in (torch.float32, torch.float64):  # which torch knows shows on values only
+        """The shape of the whole output; raises torch's own error if it cannot be pooled."""
+        if kind[0] not in (torch.float32, torch.float64):  # torch rejects dtypes only with values
             kernel = tuple(window.kernel for window in self.windows)
             least = (1,) * (len(shape) - len(kernel)) + kernel
             self.function(torch.ones(least, dtype=kind[0], device=kind[1]), kernel)
@@ -84,12 +84,12 @@ class Pool(ABC):
 
     @kept_in_job
     def plan(self, layout: Layout, kind: DtypeAndDevice) -> Windowed:
-        """What each worker reads for its balanced part of the output."""
+        """The plan by which each worker reads the inputs of its balanced part of the output."""
         shape = self.output_shape(layout.shape, kind)
         return windowed(layout, shape, leading(len(shape), self.windows))
 
     def of_read(self, x: Tensor, plan: Windowed) -> Any:
-        """This worker's outputs from exactly what its windows read."""
+        """This worker's outputs from the inputs that its windows read."""
         if plan.stays_whole:
             return self.whole(x)
         if not math.prod(plan.target.local_shape):
@@ -97,16 +97,16 @@ class Pool(ABC):
         return self.pool(x, plan, Frame.of(plan, self.windows))
 
     def without_copy(self, x: Tensor, plan: Windowed) -> Tensor | None:
-        """This worker's outputs without a copy of its inputs, if that is possible and quicker."""
+        """This worker's outputs without a copy of its inputs, if that is possible and faster."""
         return None
 
     def anchored_zeros(self, shape: Shape, x: Tensor) -> Any:
-        """The outputs of a worker that has none."""
+        """The empty outputs of a worker."""
         return anchored_zeros(shape, x)
 
 
 def pooled(x: Any, pool: Pool) -> Any:
-    """A pool of a spread tensor."""
+    """Pool a spread tensor."""
     part, layout = opened(x)
     plan = pool.plan(layout, (part.dtype, part.device.type))
     y = pool.without_copy(part, plan)
@@ -118,16 +118,16 @@ def pooled(x: Any, pool: Pool) -> Any:
 
 @dataclass(frozen=True)
 class Frame:
-    """How torch's own pool, on what a worker's windows read, gives that worker's outputs.
+    """The arguments with which torch's own pool computes a worker's outputs.
 
-    Torch pads both sides alike, and where windows stick out on the right only it counts at most
-    one of them. So there may be some outputs too many before, and values to add behind.
+    Torch pads both sides equally, and where windows extend beyond the right side only it counts at
+    most one of them. So there may be superfluous outputs before, and values to append.
 
     Attributes:
-        windows: one for each pooled dimension.
-        padding: for torch's own argument.
-        outputs: where this worker's outputs lie in what torch's pool gives.
-        behind: how many values are to be put behind the tensor, for each dimension.
+        windows: the window along each pooled dimension.
+        padding: the padding for torch's pool.
+        outputs: the slices of this worker's outputs in the result of torch's pool.
+        behind: the number of values to append, for each dimension.
     """
 
     windows: tuple[Window, ...]
@@ -144,20 +144,20 @@ class Frame:
     def around(
         cls, windows: tuple[Window, ...], sides: Sequence[Interval], counts: Sequence[int]
     ) -> Frame:
-        """For so many outputs, whose windows stick out so far on both sides."""
+        """The frame for `counts` outputs, whose windows extend beyond both sides by `sides`."""
         padding, outputs, behind = [], [], []
         for window, (before, after), count in zip(windows, sides, counts, strict=True):
             missing = after - before - window.stride  # in ceil mode torch counts windows up to this
             skipped = 0 if missing < 0 else missing // window.stride + 1
             wide = before + skipped * window.stride
-            fits = wide <= window.before  # torch may refuse a padding that is wider
+            fits = wide <= window.before  # torch may reject a larger padding
             padding.append(wide if fits else before)
             outputs.append(slice(skipped, skipped + count) if fits else slice(0, count))
             behind.append(0 if fits else after - before)
         return cls(windows, tuple(padding), tuple(outputs), tuple(behind))
 
     def filled(self, x: Tensor, value: float, least: Numbers | None = None) -> Tensor:
-        """The tensor with `value` put behind it, so that it has also the lengths `least`."""
+        """The tensor with `value` appended, up to the lengths `least` at least."""
         sizes = x.shape[-len(self.behind) :]
         short = (
             [0] * len(sizes)
@@ -184,7 +184,7 @@ class Frame:
 
 @lru_cache(maxsize=1024)
 def _windows(num_dims: int, *settings: int | Numbers) -> tuple[Window, ...]:
-    """From kernel, stride, dilation and padding, each a number or one for each dimension."""
+    """The windows by kernel, stride, dilation and padding, each a number or one per dimension."""
     each = zip(*(tuple_of(value, num_dims) for value in settings), strict=True)
     return tuple(Window(*numbers) for numbers in each)
 
@@ -207,7 +207,7 @@ class AveragePool(Pool):
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> AveragePool:
-        """That of torch's arguments."""
+        """The pool of torch's arguments."""
         stride = kernel_size if stride is None or stride in ([], ()) else stride
         sizes = hashable(kernel_size), hashable(stride), 1, hashable(padding)
         return cls(_windows(num_dims, *sizes), ceil_mode, count_include_pad, divisor_override)
@@ -227,10 +227,10 @@ class AveragePool(Pool):
         return _averaged(self.function, x, any(each.before for each in self.windows), arguments)
 
     def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor:
-        least = frame.kernel if len(self.windows) == 3 else None  # what torch's own asks for
+        least = frame.kernel if len(self.windows) == 3 else None  # torch's own pool requires it
         x = frame.filled(x, 0.0, least)
         kernel, stride, padding = frame.kernel, frame.stride, frame.padding
-        if len(kernel) == 1:  # torch's own in one dimension takes no divisor
+        if len(kernel) == 1:  # torch's own 1-d pool takes no divisor
             sizes = (1, *kernel), (1, *stride), (0, *padding)
             rows, settings = x.unsqueeze(-2), (*sizes, True, True, 1)
             sums = _averaged(F.avg_pool2d, rows, any(padding), settings).squeeze(-2)
@@ -238,7 +238,7 @@ class AveragePool(Pool):
             averaging = (kernel, stride, padding, True, True, 1)
             sums = _averaged(self.function, x, any(padding), averaging)
         sums = cropped(sums, frame.outputs)
-        # how many values each output is the mean of, as a number if that is the same for all
+        # the number of values averaged in each output, a single number if it is the same for all
         divisor: Any = self.divisor_override
         if divisor is None:
             D, box = len(self.windows), plan.target.box()
@@ -256,12 +256,12 @@ class AveragePool(Pool):
 
 
 def _averaged(function: Any, x: Tensor, pads: bool, arguments: tuple[Any, ...]) -> Tensor:
-    """Torch's own pool, with channels where they were.
+    """Torch's own pool, in the memory format of the input.
 
-    On GPUs its gradient is wrong if it pads and channels lie last (up to torch 2.13, and pools
-    along one dimension, too: https://github.com/pytorch/pytorch/issues/188344).
+    On GPUs its gradient is wrong if it pads and channels are last in memory (up to torch 2.13, also
+    for 1-d pools: https://github.com/pytorch/pytorch/issues/188344).
     """
-    image = x if x.dim() > 3 else x.unsqueeze(-2)  # as torch has a row
+    image = x if x.dim() > 3 else x.unsqueeze(-2)  # as torch computes 1-d pools
     is_wrong = pads and x.is_cuda and image.dim() == 4 and is_channels_last(image)
     result: Tensor = function(x.contiguous() if is_wrong else x, *arguments)
     if is_wrong and image is x:
@@ -271,9 +271,9 @@ def _averaged(function: Any, x: Tensor, pads: bool, arguments: tuple[Any, ...]) 
 
 @lru_cache(maxsize=1024)
 def _counts(window: Window, outputs: Interval, length: int, include_pad: bool) -> Numbers:
-    """How many values each output averages along one dimension.
+    """The number of values that each output averages along one dimension.
 
-    What sticks out beyond the padding, in ceil mode, is never counted.
+    Values beyond the padding, in ceil mode, are never counted.
     """
     border = window.before if include_pad else 0
     firsts = [window.first(i) for i in range(*outputs)]
@@ -290,7 +290,7 @@ def average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
 
 @dataclass(frozen=True)
 class MaximumPool(Pool):
-    """The largest value of each window, and its place in the whole tensor if that is wanted."""
+    """The largest value of each window, optionally with its flat index in the whole tensor."""
 
     return_indices: bool
 
@@ -305,7 +305,7 @@ class MaximumPool(Pool):
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> MaximumPool:
-        """That of torch's arguments."""
+        """The pool of torch's arguments."""
         stride = kernel_size if stride is None or stride in ([], ()) else stride
         sizes = map(hashable, (kernel_size, stride, dilation, padding))
         return cls(_windows(num_dims, *sizes), ceil_mode, return_indices)
@@ -323,10 +323,10 @@ class MaximumPool(Pool):
         return self.function(x, *self.arguments, return_indices=self.return_indices)
 
     def without_copy(self, x: Tensor, plan: Windowed) -> Tensor | None:
-        if self.return_indices or is_compiling():  # a halo's messages are no nodes
+        if self.return_indices or is_compiling():  # a halo's messages are no nodes of a graph
             return None
         windows = self.windows
-        border = interior_border  # numbers that tests change
+        border = interior_border  # for numbers that tests change
         least = border.LEAST_VALUES_ON_GPU if x.is_cuda else border.LEAST_VALUES
         found = border.in_interior_and_border(plan, windows, least)
         if found is None:
@@ -377,13 +377,13 @@ def global_places(
     lengths: Sequence[int],
     at: Sequence[Callable[[Tensor], Tensor]],
 ) -> Tensor:
-    """Places in a worker's tensor, counted row by row, in the whole tensor.
+    """Flat indices in the whole tensor, from those in a worker's tensor.
 
     Args:
-        places: of some values.
-        local: the lengths of the worker's tensor.
-        lengths: those of the whole.
-        at: for each dimension, from indices in the one to those in the other.
+        places: the flat indices of some values in the worker's tensor.
+        local: its lengths.
+        lengths: the lengths of the whole.
+        at: for each dimension, a function from the worker's indices to those in the whole.
     """
     result = torch.zeros_like(places)
     factor = 1
@@ -402,6 +402,6 @@ def maximum_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
 
 @rule("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices")
 def maximum_pool_with_places(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The same with the places of these values."""
+    """The same with the flat indices of these values."""
     kwargs = {**kwargs, "return_indices": True}
     return pooled(args[0], MaximumPool.of(int(name[8]), *args[1:], **kwargs))

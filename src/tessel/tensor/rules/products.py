@@ -1,9 +1,9 @@
-"""Products: sums over some indices of products of tensors, as `torch.einsum` writes them.
+"""Products: sums over some indices of products of tensors, as in `torch.einsum`.
 
 Each index of a product is split by the axes that split it in the largest operand that has it. An
-operand without the index is copied along these axes; where an index is summed over, workers have
-terms of the sum, which one movement adds. Matrix products, batched or not, inner and outer products
-and linear maps are all of this form.
+operand without the index is copied along these axes; if an index is summed over, workers have terms
+of the sum, which one movement adds. Matrix products, batched or not, inner and outer products and
+linear maps all have this form.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Equation = tuple[tuple[str, ...], str]  # the letters of the operands, and those
 
 @dataclass(frozen=True)
 class Contraction:
-    """How a product is computed on parts.
+    """The layouts in which a product is computed.
 
     Attributes:
-        inputs: how each operand lies, copied along axes that split an index that it has not.
-        terms: how the terms of the result lie, separate along axes that split a summed index.
-        result: how the result lies.
+        inputs: the layout of each operand, copied along axes that split an index it lacks.
+        terms: the layout of terms of the result, separate along axes that split a summed index.
+        result: the layout of the result.
     """
 
     inputs: tuple[Layout, ...]
@@ -73,8 +73,8 @@ def planned(
         partition: the workers.
         indices: a letter for each dimension of each operand.
         output: the letters of the result.
-        shapes: of the operands; a dimension of length one is there for every index.
-        layouts: of the operands, None for plain ones.
+        shapes: the shapes of the operands; dimensions of length one are broadcast.
+        layouts: the layouts of the operands, None for plain ones.
     """
     lengths: dict[str, int] = {}
     for letters, shape in zip(indices, shapes, strict=True):
@@ -83,7 +83,7 @@ def planned(
             if known == 1:
                 lengths[letter] = length
             elif length not in (1, known) and not partition.is_supposed:
-                # beside supposed workers a plain operand may be a part
+                # for placeholder workers a plain operand may be a part
                 raise RuntimeError(
                     f"operands of shapes {shapes} do not fit: an index is {known} long in one and "
                     f"{length} in another, as {','.join(indices)}->{output} names them"
@@ -115,7 +115,7 @@ def _cuts(
     shapes: tuple[Shape, ...],
     layouts: tuple[Layout | None, ...],
 ) -> dict[str, Cut]:
-    """How each index is split: as in the largest operand that splits it; an axis splits one."""
+    """The cut of each index: as in the largest operand that splits it; an axis splits only one."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda k: -sizes[k])
     found: dict[str, Cut] = {}
@@ -125,7 +125,7 @@ def _cuts(
         if layout is None:
             continue
         for letter, length, cut in zip(indices[k], shapes[k], layout.cuts, strict=True):
-            if length != lengths[letter]:  # one value, for every index of the others
+            if length != lengths[letter]:  # a single value, which is broadcast
                 continue
             if len(cut.intervals) > 1 and letter not in found and not taken & {*cut.axes}:
                 found[letter] = cut
@@ -139,20 +139,20 @@ def multiply(
     operands: Sequence[torch.Tensor],
     compute: Any,
 ) -> Tensor:
-    """A product of tensors, of which some are spread and plain ones whole on all workers.
+    """A product of tensors, some of them spread, and plain ones whole on all workers.
 
     Args:
-        name: of the function.
+        name: the name of the function.
         equation: the letters of the operands, and those of the result.
         operands: the tensors.
-        compute: gives, of parts of the operands, the part of the result.
+        compute: returns the part of the result, given parts of the operands.
     """
     plan = contraction_of(name, equation, operands)
     return summed(compute(*map(operand, operands, plan.inputs)), plan)
 
 
 def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tensor]) -> Contraction:
-    """How a product of these tensors is computed; ValueError if they lie on different workers."""
+    """The plan of a product of these tensors; ValueError if they are on different workers."""
     layouts = tuple([each._layout if isinstance(each, Tensor) else None for each in operands])
     return _planned_together(name, equation, tuple(map(_shape, operands)), layouts)
 
@@ -164,7 +164,7 @@ def _planned_together(
     shapes: tuple[Shape, ...],
     layouts: tuple[Layout | None, ...],
 ) -> Contraction:
-    """A plan for operands that are found on the same workers; asked for in every product."""
+    """A plan for operands, after checking that they are on the same workers; cached as one step."""
     partition = next(layout for layout in layouts if layout is not None).partition
     if any(layout is not None and layout.partition != partition for layout in layouts):
         raise ApartError(name, layouts)
@@ -172,17 +172,17 @@ def _planned_together(
 
 
 def _shape(x: torch.Tensor) -> Shape:
-    """The shape of the whole, which to ask a spread tensor for takes microseconds."""
+    """The shape of the whole, without reading it from a spread tensor, which takes microseconds."""
     return x._layout.shape if isinstance(x, Tensor) else tuple(x.shape)
 
 
 def _is_split(x: torch.Tensor | None) -> bool:
-    """Whether this is a spread tensor of which workers have different parts."""
+    """Whether this is a spread tensor with different parts on workers."""
     return isinstance(x, Tensor) and not x._layout.is_whole
 
 
 def summed(part: torch.Tensor, plan: Contraction) -> Tensor:
-    """The result, of which this worker computed its part, or a term of the sum that it is."""
+    """The result, given this worker's part of it, or its term of the sum."""
     if plan.terms is not plan.result:
         part = move(plan.terms, plan.result).apply(part)
     return made(part, plan.result)
@@ -203,7 +203,7 @@ def operand(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @rule("einsum", plain=True)
 def einsum(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The product that the equation says."""
+    """The product given by the equation."""
     text, *operands = args
     if isinstance(text, torch.Tensor) or not isinstance(text, str):
         raise unsupported(name, "the equation must be text", *held_layouts(args))
@@ -212,14 +212,14 @@ def einsum(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given, output = _parsed(text, tuple(each.dim() for each in operands))
     indices = list(given)
     for k, letters in enumerate(indices):
-        # An index that an operand has twice stands for a diagonal; plans have each index once.
+        # A repeated index of an operand denotes a diagonal; plans have each index once.
         for letter in dict.fromkeys(letters):
             while letters.count(letter) > 1:
                 first = letters.index(letter)
                 second = letters.index(letter, first + 1)
                 operands[k] = operands[k].diagonal(0, first, second)
                 rest = letters[:first] + letters[first + 1 : second] + letters[second + 1 :]
-                letters = rest + letter  # torch has a diagonal as the last dimension
+                letters = rest + letter  # torch puts the diagonal last
         indices[k] = letters
     plain = f"{','.join(indices)}->{output}"
     device = operands[0].device.type
@@ -245,9 +245,9 @@ def _einsum_dtype(
     device: str,
     autocast: torch.dtype,
 ) -> torch.dtype:
-    """What autocast has the product of the whole in; of parts with one index it may be another.
+    """The dtype in which autocast computes the whole; for parts with one index it may differ.
 
-    For dimensions of one value torch multiplies elements, which autocast does not cast.
+    For dimensions of length one torch multiplies elementwise, which autocast does not cast.
     """
     with torch.no_grad(), torch.autocast(device, autocast):
         least = [tuple(min(n, 2) for n in shape) for shape in shapes]
@@ -259,7 +259,7 @@ def _einsum_dtype(
 
 
 def _parsed(text: str, ndims: tuple[int, ...]) -> Equation:
-    """The letters of the operands and of the result, with letters in the place of dots."""
+    """The letters of the operands and of the result, with letters instead of dots."""
     left, arrow, right = text.replace(" ", "").partition("->")
     terms = left.split(",")
     free = [letter for letter in ascii_letters if letter not in text]
@@ -304,7 +304,7 @@ def matmul(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         left, right = ascii_letters[: m - 1], ascii_letters[m - 1 : m + n - 2]
         equation = (left + "Z", right + "Z"), left + right
     else:
-        # Dimensions before the last two are a batch, and broadcast from the last of them on.
+        # Dimensions before the last two are a batch, and are broadcast.
         batch = ascii_letters[: max(0, m - 2, n - 2)]
         left = "Z" if m == 1 else batch[len(batch) - (m - 2) :] + "XZ"
         right = "Z" if n == 1 else batch[len(batch) - (n - 2) :] + "ZY"
@@ -340,32 +340,32 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     }
     found = product[name](a, b) if name in product else torch.einsum("bij,bjk->ik", a, b)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    if name == "addr":  # of which torch takes truths, and factors of these
+    if name == "addr":  # torch supports booleans here, and factors of them
         outlines(func, args, kwargs)
     if found.dtype == x.dtype == torch.bool:
         return (found & bool(alpha)) | (x & bool(beta))
     if not (found.is_floating_point() or found.is_complex()):
         outlines(func, args, kwargs)  # torch's own error, in some of these functions
-        beta, alpha = int(beta), int(alpha)  # as those do that raise none
+        beta, alpha = int(beta), int(alpha)  # as in functions that do not raise
     found = found if alpha == 1 else alpha * found
     found = found if beta == 0 else found + (x if beta == 1 else beta * x)
     return as_autocast(found) if name in ("addmm", "addbmm", "baddbmm") else found
 
 
 def bias_of(bias: torch.Tensor, terms: Layout, dim: int) -> torch.Tensor:
-    """What a worker adds to its term of a sum, a value for each index of a dimension.
+    """The bias that a worker adds to its term of a sum, a value for each index of a dimension.
 
-    It counts once, on the first of the workers whose terms are summed.
+    It is only added on the first of the workers whose terms are summed.
     """
-    own = operand(bias, terms.of_dim(dim))  # split as the dimension is, used along all axes
+    own = operand(bias, terms.of_dim(dim))  # split like the dimension, used along all axes
     if _is_first_term(terms):
         return own
-    return anchored_zeros(tuple(own.shape), own)  # not own * 0, which of inf is nan
+    return anchored_zeros(tuple(own.shape), own)  # not own * 0, which is NaN for inf
 
 
 @kept_in_job
 def _is_first_term(terms: Layout) -> bool:
-    """Whether no other worker comes before this one among those whose terms are summed."""
+    """Whether this worker is the first of those whose terms are summed."""
     index = terms.partition.index
     return index is None or not any(index[axis] for axis in terms.separate)
 
@@ -376,10 +376,10 @@ def linear_terms(
     """This worker's part of y[…, o] = Σ w[o, i] x[…, i] + b[o], or its term of that sum.
 
     Args:
-        x: the input, a spread tensor anywhere.
-        weight: spread or plain.
-        bias: the same.
-        plan: where they are multiplied.
+        x: the input, spread in any layout, or plain.
+        weight: the weight, spread or plain.
+        bias: the bias, likewise.
+        plan: the layouts for the product.
     """
     own = operand(weight, plan.inputs[1])
     added = None if bias is None else bias_of(bias, plan.terms, -1)
@@ -390,7 +390,7 @@ def linear_terms(
     part = operand(x, plan.inputs[0])
     if plan.terms.is_outside:
         return anchored_zeros((0,), part, own, added)
-    if 0 in part.shape or 0 in own.shape:  # of which torch's derivatives may be constants
+    if 0 in part.shape or 0 in own.shape:  # torch's derivatives may be constants
         y = as_autocast(anchored_zeros(plan.terms.local_shape, part, own))
         return y if added is None else as_autocast(y + added)
     if own.dim() == 2 and takes_steps(part, own):
@@ -409,10 +409,10 @@ def bilinear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("linear")
 def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """y[…, o] = Σ w[o, i] x[…, i] + b[o]: all features of a row on one worker, if w is whole.
+    """y[…, o] = Σ w[o, i] x[…, i] + b[o], with whole features on each worker if w is whole.
 
-    Parts of the rows of a weight give parts of the outputs; parts of its columns meet those of the
-    inputs, and their products are terms of a sum.
+    Parts of the rows of a weight give parts of the outputs; parts of its columns are multiplied
+    with those of the inputs, and the products are terms of a sum.
     """
     given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
     x, weight, bias = args[0], given["weight"], given.get("bias")
@@ -420,7 +420,7 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     last = len(layout.shape) - 1
     if _is_split(weight) or _is_split(bias):
         of_weight = _shape(weight)
-        if layout.shape[-1:] != of_weight[-1:]:  # a product would broadcast a length of 1
+        if layout.shape[-1:] != of_weight[-1:]:  # a product would broadcast a length of one
             raise RuntimeError(
                 f"`linear`: an input of shape {layout.shape} and a weight of shape {of_weight} do "
                 f"not fit"
@@ -430,7 +430,7 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         plan = contraction_of(name, ((f"{batch}Z", f"{output}Z"), batch + output), (x, weight))
         if bias is None or (plan.terms is plan.result and _shape(bias) == of_weight[:1]):
             return summed(linear_terms(x, weight, bias, plan), plan)
-        # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
+        # If the bias is added to the final sum, its gradient is not summed over the terms.
         part = linear_terms(x, weight, None, plan)
         with torch._C.DisableTorchFunctionSubclass():
             is_alike = bias.dtype == part.dtype
@@ -441,6 +441,6 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         part = moved(x, layout)
     weight, bias = used(parts(weight), layout), used(parts(bias), layout)
     y = F.linear(part, weight, bias)
-    if weight.dim() == 1:  # one output for each row, without a dimension
+    if weight.dim() == 1:  # one output for each row, without a dimension of its own
         return made(y, without(layout, (last,), False)[1])
     return made(y, layout.reshaped_along((*layout.shape[:-1], len(weight)), (last,)))

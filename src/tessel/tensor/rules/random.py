@@ -1,9 +1,9 @@
 """Random functions: the same numbers for every layout and every number of workers.
 
 A random function draws one number, the same on all workers; each random value is a function of it
-and of its place in the whole tensor. So copies of one value are treated alike, and parts as parts
-of one. While a converted model runs, the number comes from a stream that all workers have;
-elsewhere it is that of the first worker. So it is if the caller passes a generator, which draws it.
+and of its index in the whole tensor. So copies of one value get the same number, and parts get
+those of the whole. While a converted model runs, the number comes from a stream that all workers
+have; elsewhere it is drawn by the first worker, from the caller's generator if there is one.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from tessel.transport import kept_in_job
 
 
 def _even(layout: Layout, device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Numbers from 0 to 1, without 1, for this worker's part."""
+    """Numbers uniformly distributed in [0, 1), for this worker's part."""
     return uniform(
         common_number(layout.partition, generator, device), layout, torch.float64, device
     )
 
 
 def _without_generator(kwargs: Settings) -> tuple[torch.Generator | None, Settings]:
-    """The generator that draws, or None for torch's own, and the other arguments."""
+    """The generator, or None for torch's own, and the other arguments."""
     rest = {key: value for key, value in kwargs.items() if key != "generator"}
     return kwargs.get("generator"), rest
 
@@ -59,7 +59,7 @@ _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @rule("rand_like", "randn_like")
 def noise_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Evenly or normally distributed numbers."""
+    """Uniformly or normally distributed numbers."""
     x, layout = opened(args[0])
     dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
     if dtype not in _FLOATING and not dtype.is_complex:
@@ -73,7 +73,7 @@ def noise_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("randint_like")
 def whole_numbers_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Whole numbers from low, 0 by default, to high, without it."""
+    """Integers in [low, high), with low 0 by default."""
     x, layout = opened(args[0])
     limits = [*args[1:], *(kwargs[key] for key in ("low", "high") if key in kwargs)]
     low, high = (0, *limits) if len(limits) == 1 else limits
@@ -87,17 +87,17 @@ def whole_numbers_like(name: str, func: Any, args: Arguments, kwargs: Settings) 
 
 @rule("normal", plain=True)
 def normal_by_tensors(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Normally distributed numbers, each with a mean and a deviation of its own."""
+    """Normally distributed numbers, each with its own mean and standard deviation."""
     mean, std = argument(args, kwargs, 0, "mean"), argument(args, kwargs, 1, "std", 1.0)
     if holds_anywhere(std < 0) if isinstance(std, torch.Tensor) else std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
-    both = pointwise("add", torch.add, (mean, std), {})  # how the result lies
+    both = pointwise("add", torch.add, (mean, std), {})  # in the layout of the result
     noise = torch.empty_like(both.detach()).normal_(generator=kwargs.get("generator"))
     return _constant(mean) + _constant(std) * noise
 
 
 def _constant(value: Any) -> Any:
-    """A tensor that a random function reads: its derivative is zero, as torch has it."""
+    """A tensor that a random function reads: its derivative is zero, as in torch."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, Tensor):
@@ -110,7 +110,7 @@ DrawNoise = Callable[..., torch.Tensor]
 
 
 def _random(u: Any, layout: Layout, like: torch.Tensor, *limits: int) -> torch.Tensor:
-    """Whole numbers: all of the type's, or up to a limit, or between two."""
+    """Integers: all of the dtype's, or up to a limit, or between two."""
     dtype = like.dtype
     if dtype.is_floating_point:
         most = 2 ** {torch.float64: 53, torch.float32: 24, torch.float16: 11}.get(dtype, 8) + 1
@@ -121,7 +121,7 @@ def _random(u: Any, layout: Layout, like: torch.Tensor, *limits: int) -> torch.T
     return whole_numbers(u, layout, low, high, dtype, like.device)
 
 
-# arguments with their defaults, and the numbers that a seed gives for a part
+# arguments with their defaults, and functions that draw the numbers of a part from a seed
 _FILLS: dict[str, tuple[dict[str, Any], DrawNoise]] = {
     "normal_": (
         {"mean": 0.0, "std": 1.0},
@@ -167,7 +167,7 @@ def _unit(seed: int, layout: Layout, like: torch.Tensor) -> torch.Tensor:
 
 @rule(*_FILLS)
 def fill(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Put random numbers of a distribution in the place of all values."""
+    """Fill with random numbers of a distribution."""
     target, layout = args[0], args[0]._layout
     check_change(name, target, [layout])
     like = target._part
@@ -184,7 +184,7 @@ def fill(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("bernoulli", "bernoulli_")
 def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Ones with a probability, that of the function, or that of each place."""
+    """Ones with a given probability, or with that of each element."""
     target, layout = args[0], args[0]._layout
     usual = 0.5 if name == "bernoulli_" else None
     p = argument(args, kwargs, 1, "p", usual)
@@ -199,7 +199,7 @@ def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     numbers: Any = made(_even(layout, target.device, kwargs.get("generator")), layout)
     if isinstance(chances, torch.Tensor):
         chances = chances.detach()
-    # two layouts may have met: the result lies as the target does
+    # probabilities may have another layout: the result gets that of the target
     ones = (numbers < chances).to(target.dtype).move_to(layout)
     if name == "bernoulli_":
         target._part.copy_(ones._part)
@@ -209,7 +209,7 @@ def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def _features(layout: Layout, channel: int) -> Layout:
-    """One value for each channel of each sample, on all workers that have a part of it."""
+    """The layout of one value for each channel of each sample, on all workers with a part of it."""
     shape, cuts = list(layout.shape), list(layout.cuts)
     for dim in range(channel + 1, len(shape)):
         shape[dim] = 1
@@ -223,9 +223,9 @@ def _features(layout: Layout, channel: int) -> Layout:
     *("feature_dropout_", "feature_alpha_dropout_"),
 )
 def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values, or channels of samples, that fall with a probability.
+    """Drop values, or channels of samples, with a probability.
 
-    Forward:  y = a (m x + (1 - m) v) + b with a mask m, where v, a, b keep mean and, for alpha
+    Forward:  y = a (m x + (1 - m) v) + b with a mask m, where v, a, b keep the mean and, for alpha
     dropout, variance.
     """
     target = args[0]
@@ -246,7 +246,7 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         everything = made(torch.ones_like(x, dtype=torch.bool), layout)
         return (target, everything) if name == "native_dropout" else target
     of_channels = name.startswith("feature") or name[-1] == "d"
-    is_single = (name, x.dim()) in (("dropout1d", 2), ("dropout3d", 4))  # its channels come first
+    is_single = (name, x.dim()) in (("dropout1d", 2), ("dropout3d", 4))  # channels are first
     at = _features(layout, 0 if is_single else 1) if of_channels else layout
     kept = _even(at, x.device) >= p
     scale, is_alpha = 1 / (1 - p) if p < 1 else 0.0, "alpha" in name
@@ -255,8 +255,8 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     factors = kept.to(x.dtype) * scale
     terms = None
     if is_alpha:
-        # what is added to values that stay, and to those that fall; as tensors, since of two
-        # numbers torch.where makes single precision
+        # the terms for values that stay, and for those that are dropped; as tensors, since for two
+        # numbers torch.where returns float32
         stays, falls = (factors.new_tensor(_SATURATION * scale * q) for q in (p, p - 1))
         terms = torch.where(kept, stays, falls)
     if in_place:
@@ -268,12 +268,12 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return (made(y, layout), made(kept, layout)) if name == "native_dropout" else made(y, layout)
 
 
-_SATURATION = 1.7580993408473766  # of SELU, with the sign turned round
+_SATURATION = 1.7580993408473766  # that of SELU, with the opposite sign
 
 
 @rule("rrelu", "rrelu_")
 def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Negative values times a slope, a random one for each in training."""
+    """Multiply negative values by a slope, in training a random one for each."""
     target = args[0]
     x, layout = opened(target)
     lower = argument(args, kwargs, 1, "lower", 1 / 8)
@@ -296,7 +296,7 @@ def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("gumbel_softmax")
 def gumbel_softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A softmax of logits with noise; a hard one takes the largest, with the gradient of a soft."""
+    """The softmax of logits with noise; if hard, one-hot with the gradient of the soft one."""
     x = args[0]
     dim = argument(args, kwargs, 4, "dim", -1)
     outlines(func, args, kwargs)
@@ -313,7 +313,7 @@ def gumbel_softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
 
 @rule("multinomial")
 def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Places in rows of weights, each as often as its weight says."""
+    """Random indices of rows of weights, with probabilities by weight."""
     x, generator = args[0].detach(), kwargs.get("generator")
     count = argument(args, kwargs, 1, "num_samples")
     replacement = argument(args, kwargs, 2, "replacement", False)
@@ -326,7 +326,7 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             f"invalid multinomial distribution: {least} categories of positive probability are "
             f"needed in each row"
         )
-    if not replacement:  # the first of clocks that ring at rates of the weights
+    if not replacement:  # exponential clocks with the weights as rates: the first to ring
         clocks = torch.empty_like(x, dtype=torch.float64).exponential_(generator=generator) / x
         return clocks.topk(count, -1, largest=False).indices
     last = x.dim() - 1
@@ -334,7 +334,7 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     sums = moved(x, there).double().cumsum(-1)
     target = there.reshaped_along((*x.shape[:-1], count), (last,))
     levels = _even(target, x.device, generator) * sums[..., -1:]
-    # right: a level of zero, or between two places, belongs to one of positive weight
+    # right: a level of zero, or at a bound, belongs to an index of positive weight
     places = torch.searchsorted(sums, levels, right=True)
     return made(places.clamp_max(x.shape[-1] - 1), target)
 
@@ -345,7 +345,7 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     plain=True,
 )
 def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What cannot be counted: all workers draw for the whole tensor, from one seed."""
+    """Functions without counter-based numbers: all workers draw the whole tensor from one seed."""
     spread = list(spread_among(args, kwargs))
     layout, device = spread[0]._layout, spread[0].device
     if not may_gather() and not all(each._layout.is_whole for each in spread):
@@ -360,7 +360,7 @@ def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _like_operand(result: Any, layout: Layout) -> Any:
-    """What all workers have; a tensor of the shape of the operand lies as that does."""
+    """A result of all workers, in the layout of the operand if it has its shape."""
     if isinstance(result, tuple):
         return tuple(_like_operand(each, layout) for each in result)
     found = as_spread(result, layout.partition)
@@ -368,7 +368,7 @@ def _like_operand(result: Any, layout: Layout) -> Any:
 
 
 def initialize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What `torch.nn.init` hands on to other kinds of tensors, by name: torch's own steps."""
+    """Functions that `torch.nn.init` passes on for other kinds of tensors, by torch's own steps."""
     given = dict(kwargs)
     x, generator = given.pop("tensor"), given.pop("generator", None)
     with torch.no_grad():
@@ -379,7 +379,7 @@ def initialize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if name == "init uniform_":
             return x.uniform_(given["a"], given["b"], generator=generator)
         if name == "init kaiming_uniform_":
-            if 0 in x.shape:  # torch does not draw for it
+            if 0 in x.shape:  # torch draws nothing
                 return x
             fan = nn.init._calculate_correct_fan(x, given["mode"])
             gain = nn.init.calculate_gain(given["nonlinearity"], given["a"])

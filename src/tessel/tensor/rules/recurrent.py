@@ -1,9 +1,8 @@
-"""Recurrent layers and cells: each sample on its own, so the batch may be split.
+"""Recurrent layers and cells: samples are independent, so the batch may be split.
 
-Where the sequence is split, states are passed on from part to part (`tensor/recurrence.py`).
-Features are whole on the worker that computes: axes that split them go over to another dimension
-that is long enough. Dropout between layers is torch's function of it, and so draws the same numbers
-for every layout.
+If the sequence is split, states are passed on from part to part (`tensor/recurrence.py`). Features
+are whole on each worker: axes that split them split another dimension that is long enough. Dropout
+between layers calls torch's function of it, and so draws the same numbers for every layout.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _PACKED = ("data", "batch_sizes", *_SEQUENCE[1:-1])
 
 @dataclass(frozen=True)
 class _Batch:
-    """How samples lie: the operands that have them, and what is made of these."""
+    """The layouts of samples: of the operands, and of results."""
 
     inputs: tuple[Layout, ...]
-    samples: Layout  # one number for each sample
+    samples: Layout  # of one number for each sample
 
     def layout(self, shape: Shape, dim: int) -> Layout:
-        """A result with the samples along one of its dimensions."""
+        """The layout of a result with samples along one of its dimensions."""
         cuts = [Cut.whole(length) for length in shape]
         cuts[dim] = self.samples.cuts[0]
         return Layout(self.samples.partition, shape, tuple(cuts), self.samples.shared)
@@ -66,7 +65,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _hidden(name: str, states: Sequence[torch.Tensor]) -> Any:
-    """States as torch's function takes them; cuDNN refuses parts that are views of the whole."""
+    """States as torch's function takes them; cuDNN rejects parts that are views of the whole."""
     held = tuple(each.contiguous() for each in states)
     return held if name.startswith("lstm") else held[0]
 
@@ -79,10 +78,10 @@ def _computed(
     params: Sequence[torch.Tensor],
     lies: Sequence[Layout],
 ) -> list[Tensor]:
-    """What a function of the input, the states and the parameters makes of this worker's samples.
+    """Apply a function of the input, the states and the parameters to this worker's samples.
 
-    A worker that has none gives zeros that hang on all operands: its backward pass takes part in
-    the sums of gradients, as those of the others do.
+    A worker without samples returns zeros that depend on all operands, so that it takes part in the
+    sums of gradients in the backward pass.
     """
     check_whole(name, params)
     part, *states = (part_of(*each) for each in zip(operands, batch.inputs, strict=True))
@@ -101,10 +100,10 @@ def _check(
     params: Sequence[torch.Tensor],
     expected: Sequence[Shape],
 ) -> None:
-    """Raise before parts are taken of tensors that do not fit each other."""
+    """Raise for operands that do not fit together, before their parts are computed."""
     kinds = {each.dtype for each in (x, *states, *params)}
     if len(kinds) > 1 and not torch.is_autocast_enabled(x.device.type):
-        # torch would, on workers that have something to compute
+        # torch would, on workers with something to compute
         names = ", ".join(sorted(map(str, kinds)))
         raise RuntimeError(f"{name}: input, states and weights must have one dtype, got {names}")
     if params[0].shape[-1] != x.shape[-1]:
@@ -120,13 +119,13 @@ def _check(
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu", plain=True)
 def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What `torch.nn.LSTM`, `GRU` and `RNN` call: the output, and the last states."""
+    """The functions of `torch.nn.LSTM`, `GRU` and `RNN`: the output, and the last states."""
     given, is_packed = _named(args, kwargs)
     if drops(args, kwargs):
         return _layer_by_layer(func, given, is_packed)
     if is_packed:
-        # Sequences of different length, step by step in time: all workers compute all of them.
-        # Not by `without_rule`: torch takes this for a random function, even without dropout.
+        # Sequences of different lengths, by time step: all workers compute all of them. Not by
+        # `without_rule`: torch counts this as a random function, even without dropout.
         layouts = held_layouts(args, kwargs)
         if not may_gather() and not all(each.is_whole for each in layouts):
             raise unsupported(name, "sequences of different length have to be whole", *layouts)
@@ -141,14 +140,14 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not lengths["t"]:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     ways = 2 if given["bidirectional"] else 1
-    width = params[1].shape[-1]  # of what goes round: of the projection, if there is one
+    width = params[1].shape[-1]  # of the recurrent state: of the projection, if there is one
     cells = len(params[1]) // {"lstm": 4, "gru": 3}.get(name, 1)
     ends = [(given["num_layers"] * ways, lengths["n"], n) for n in (width, cells)]
     _check(name, x, states, params, ends)
     operands = [x, *states]
-    # autocast may give states of another dtype than it got, which only some workers would know
+    # autocast may return states of another dtype, of which only some workers would know
     if isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type):
-        # a sequence stays split in parts of which each time step is in one
+        # a sequence stays split if each time step is in one part
         time_steps = x._layout.hosted((2,)).cuts[letters.index("t")].intervals
         if len(time_steps) > 1 and x._layout.owns_once and lengths["n"]:
             return _passed(name, func, given, x, states, width)
@@ -158,7 +157,7 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     lies += [batch.layout(tuple(each.shape), 1) for each in states]
     settings = [given[key] for key in _SEQUENCE[3:]]
     y, *last = _computed(name, lambda *held: func(*held, *settings), batch, operands, params, lies)
-    if isinstance(x, Tensor):  # results lie as the input did
+    if isinstance(x, Tensor):  # the result gets the layout of the input
         y = y.move_to(x._layout.split_like(shape))
     return (y, *last)
 
@@ -166,10 +165,10 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def _passed(
     name: str, func: Any, given: Settings, x: Tensor, states: Sequence[torch.Tensor], width: int
 ) -> Any:
-    """The same with the sequence split: states are passed on from part to part.
+    """The same with a split sequence: states are passed on from part to part.
 
-    One pipeline takes all layers at once; of two directions each layer needs both of the one
-    before, which go opposite ways at the same time.
+    One pipeline computes all layers at once; with two directions each layer needs both directions
+    of the previous one, which run at the same time.
     """
     check_whole(name, given["params"])
     there = x._layout.hosted((2,))
@@ -184,7 +183,7 @@ def _passed(
     firsts: list[list[torch.Tensor]] = []
     ends: list[torch.Tensor] = []
     routes = [pipeline(there, time, batch, backward) for backward in (False, True)[:ways]]
-    # taken out before anything is computed: movements come in the same order on all workers
+    # moved before anything is computed, so that movements have the same order on all workers
     for number in range(len(states[0]) // depth):
         route = routes[number % ways]
         rows = slice(number * depth, (number + 1) * depth)
@@ -209,7 +208,7 @@ def _passed(
         found = [each.result() for each in waves]
         y = torch.cat([each for each, _ in found], -1) if ways > 1 else found[0][0]
         for wave, (_, last) in zip(waves, found, strict=True):
-            # of the last states every worker gets those of its samples, in one message
+            # each worker gets the last states of its samples, in one message
             packed = torch.cat(last, -1)
             at = wave.way.held_at(len(wave.way.order) - 1, depth, packed.shape[-1])
             ends.append(made(packed, at).move_to(wave.way.by_samples(at.shape)))
@@ -220,7 +219,7 @@ def _passed(
 
 
 def drops(args: Arguments, kwargs: Settings) -> bool:
-    """Whether a call of `lstm` and such draws random numbers, for dropout between layers."""
+    """Whether a call of a recurrent function draws random numbers, for dropout between layers."""
     given, _ = _named(args, kwargs)
     return bool(given["dropout"] > 0 and given["train"] and given["num_layers"] > 1)
 
@@ -232,7 +231,7 @@ def _named(args: Arguments, kwargs: Settings) -> tuple[Settings, bool]:
 
 
 def _layer_by_layer(func: Any, given: Settings, is_packed: bool) -> Any:
-    """Several layers with dropout between them, which all layouts draw alike."""
+    """Compute layers one by one with dropout between them, with equal numbers for all layouts."""
     names = _PACKED if is_packed else _SEQUENCE
     layers, ways = given["num_layers"], 2 if given["bidirectional"] else 1
     params, states = list(given["params"]), _as_list(given["hx"])
@@ -259,7 +258,7 @@ def _layer_by_layer(func: Any, given: Settings, is_packed: bool) -> Any:
 
 @rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", plain=True)
 def cells(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """One step: the next state of each sample, which lies where it was computed."""
+    """One step: the next state of each sample, in the layout in which it is computed."""
     names = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
     given = dict(zip(names, args, strict=False)) | kwargs
     x, states = given["input"], _as_list(given["hx"])

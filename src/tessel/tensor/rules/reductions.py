@@ -1,7 +1,7 @@
 """Functions over some dimensions, also split ones: sums, extremes, moments, softmax, sorting.
 
-What can be put together from results of the parts is: each worker reduces its own, and only these
-results travel. What cannot goes through `hosting`.
+If results of the parts can be combined, each worker reduces its part, and only these results are
+sent. Other functions go through `hosting`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tessel.transport import kept_in_job
 
 
 def dims_of(given: Any, layout: Layout) -> tuple[int, ...]:
-    """The dimensions that are named, in ascending order; all if none is."""
+    """The given dimensions in ascending order; all if none are given."""
     ndim = len(layout.shape)
     if given is None or given == () or given == []:
         return tuple(range(ndim))
@@ -56,13 +56,13 @@ def dims_of(given: Any, layout: Layout) -> tuple[int, ...]:
 
 
 def argument(args: Arguments, kwargs: Settings, place: int, name: str, usual: Any = None) -> Any:
-    """An argument by its place or its name."""
+    """An argument by its position or its name."""
     return args[place] if len(args) > place else kwargs.get(name, usual)
 
 
 @kept_in_job
 def without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[Layout, Layout]:
-    """Each worker's own share of a reduction, and the result that all of them share."""
+    """The layouts of each worker's term of a reduction, and of the result that all share."""
     axes = {axis for dim in dims for axis in layout.cuts[dim].axes}
     kept = [dim for dim in range(len(layout.shape)) if keepdim or dim not in dims]
     shape = tuple(1 if dim in dims else layout.shape[dim] for dim in kept)
@@ -77,13 +77,13 @@ def _are_split(layout: Layout, dims: tuple[int, ...]) -> bool:
 
 @rule("_is_all_true", "_is_any_true")
 def truth(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """By which `torch.distributions` checks its arguments."""
+    """The functions with which `torch.distributions` checks its arguments."""
     return args[0].all() if name == "_is_all_true" else args[0].any()
 
 
 @rule("sum", "mean", "nansum", "nanmean")
 def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The sum of the workers' own sums, for a mean divided by the number of all elements."""
+    """The sum of the sums of all parts, for a mean divided by the number of all elements."""
     if name == "nansum":
         known = torch.where(torch.isnan(args[0]), 0, args[0])
         return known.sum(*args[1:], **kwargs)
@@ -103,7 +103,7 @@ def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not _are_split(layout, dims) and x.numel():
         return made(func(x, *args[1:], **kwargs), shared)
     result = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    # Halves are summed in single precision, as torch sums them, and rounded once at the end.
+    # Half precision is summed in float32, as in torch, and rounded once at the end.
     wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
     own = x.sum(dims, keepdim, dtype=wide) if dims else x.sum(dtype=wide)
     y = move(separate, shared).apply(own)
@@ -118,7 +118,7 @@ def _reduced_dims(args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def _results(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    """The results of the parts: along each reduced dimension, one for each part that has values."""
+    """The layout of the parts' results: along reduced dimensions one for each nonempty part."""
     cuts = list(layout.cuts)
     shape = list(layout.shape)
     for dim in dims:
@@ -129,22 +129,22 @@ def _results(layout: Layout, dims: tuple[int, ...]) -> Layout:
 
 
 def _cut(results: Layout) -> tuple[slice, ...]:
-    """What a worker keeps of its results: nothing along a dimension of which it has no values."""
+    """The slices of a worker's results to keep: none along a dimension without values."""
     return tuple(slice(0, length) for length in results.local_shape)
 
 
 def _stages(
     x: torch.Tensor, layout: Layout, dims: tuple[int, ...], first: Any, second: Any, keepdim: bool
 ) -> Tensor:
-    """Reduce the part, gather what the workers found, and reduce that.
+    """Reduce the part, gather the results of all workers, and reduce these.
 
     Args:
         x: the part.
-        layout: of the tensor.
-        dims: what is reduced.
+        layout: the layout of the tensor.
+        dims: the dimensions that are reduced.
         first: reduces these dimensions of a part, and keeps them with length one.
-        second: reduces the results; it gets a tensor and the dimensions.
-        keepdim: whether the result has them, too.
+        second: reduces the gathered results.
+        keepdim: whether the result keeps these dimensions.
     """
     results = _results(layout, dims)
     own = first(filled(x, dims))
@@ -158,25 +158,25 @@ def _stages(
 def filled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """A part with at least one value along some dimensions, so that it can be reduced.
 
-    A worker without values reduces a zero and drops the result: its graph has to be that of the
+    A worker without values reduces a zero and drops the result: its graph must be like those of the
     others, or its backward passes would skip their exchanges.
     """
     for dim in dims:
         if not x.shape[dim]:
-            # not torch.cat, whose derivative for an empty row is a constant
+            # not torch.cat, whose derivative is a constant for empty 1-d tensors
             x = F.pad(x, (*[0, 0] * (x.dim() - dim - 1), 0, 1))
     return x
 
 
 def _of_nothing(x: Tensor, dims: tuple[int, ...], keepdim: bool, compute: Any) -> Tensor:
-    """A reduction of a tensor without values, which costs nothing to make whole."""
+    """A reduction of an empty tensor, which can be gathered for free."""
     there = gathered(x._layout, dims)
     return made(compute(moved(x, there)), without(there, dims, keepdim)[1])
 
 
 @rule("amax", "amin", "all", "any", "prod", "logsumexp")
 def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What is associative: the parts first, then their results."""
+    """Associative reductions: first of the parts, then of their results."""
     x, layout = opened(args[0])
     dims = dims_of(_reduced_dims(args, kwargs), layout)
     keepdim = argument(args, kwargs, 2, "keepdim", False)
@@ -203,23 +203,23 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
 
     if name not in ("amax", "amin") or not is_derived(x):
         return in_stages(x) if dtype is None else in_stages(x).to(dtype)
-    # The gradient of an extreme value goes in equal shares to all places that have it, as torch has
-    # it; in stages it would go in equal shares to all parts that have it.
+    # The gradient of an extreme value is shared equally by all elements that have it, as in torch;
+    # in stages it would be shared equally by all parts that have it.
     extreme, shape = in_stages(x.detach()), list(layout.shape)
     for dim in dims:
         shape[dim] = 1
     ties = args[0].detach() == extreme.reshape(shape)
-    # Only the derivative of a mean of equal numbers is wanted: it may be rounded, and their sum may
-    # be infinite. So they are counted from the extreme value, unless that is infinite itself.
+    # Only the derivative of a mean of equal numbers is needed: the mean may be rounded, and their
+    # sum may be infinite. So they are offsets from the extreme value, unless that is infinite.
     base = torch.where(extreme.isfinite(), extreme, 0)
     offsets = torch.where(ties, args[0] - base.reshape(shape), 0)
     return base + offsets.sum(dims, keepdim) / ties.sum(dims, keepdim)
 
 
 def _finite_logsumexp(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """That of a part, which may have nothing but -inf where others have values.
+    """The logsumexp of a part, which may only have -inf where other parts have values.
 
-    There torch has no derivative of it, and the whole has one: zero.
+    Torch has no derivative there, but the derivative for the whole tensor exists: zero.
     """
     is_nothing = (x == -float("inf")).all(dims, keepdim=True)
     found = x.masked_fill(is_nothing, 0).logsumexp(dims, keepdim)
@@ -227,7 +227,7 @@ def _finite_logsumexp(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> 
 
 
 def _each(function: Any) -> Any:
-    """A function of one dimension, for several."""
+    """A function of one dimension, extended to several."""
 
     def over(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
         for dim in reversed(dims):
@@ -249,7 +249,7 @@ _STAGES: dict[str, Any] = {
 
 @rule("max", "min")
 def extremes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Of two tensors, of all values, or along a dimension with the places."""
+    """The extreme of two tensors, of all values, or along a dimension with indices."""
     other = argument(args, kwargs, 1, "other")
     if isinstance(other, torch.Tensor):
         return pointwise(name, func, args, kwargs)
@@ -266,9 +266,9 @@ def extremes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _with_places(func: Any, x: Tensor, dim: int, keepdim: bool) -> Any:
-    """Values and places along a dimension: of each part, then of what these are."""
+    """Extreme values and indices along a dimension: first of each part, then of the results."""
     part, layout = opened(x)
-    if not layout.shape:  # of one value, along a dimension that torch lets it have
+    if not layout.shape:  # a 0-d tensor, for which torch accepts dimension 0
         values, places = func(part, dim, keepdim)
         return _pair(func, made(values, layout), made(places, layout))
     _, shared = without(layout, (dim,), keepdim)
@@ -301,7 +301,7 @@ def _pair(func: Any, values: Tensor, places: Tensor) -> Any:
 
 @rule("argmax", "argmin")
 def place_of_extreme(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The place in one dimension, or in the tensor as one row."""
+    """The index along a dimension, or in the flattened tensor."""
     x = args[0]
     dim = argument(args, kwargs, 1, "dim")
     keepdim = argument(args, kwargs, 2, "keepdim", False)
@@ -329,7 +329,7 @@ def count_nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 @rule("var", "std", "var_mean", "std_mean")
 def moments(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Squares around the mean of the whole tensor, summed."""
+    """The sum of squared distances from the mean of the whole tensor, divided by the number."""
     x, layout = args[0], args[0]._layout
     given, correction, keepdim = _moment_arguments(args, kwargs)
     dims = dims_of(given, layout)
@@ -341,7 +341,7 @@ def moments(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             return tuple(made(each, shared) for each in result)
         return made(result, shared)
     outlines(func, args, kwargs)  # torch's own errors
-    # Halves are computed with in single precision, as torch does, and rounded once at the end.
+    # Half precision is computed in float32, as in torch, and rounded once at the end.
     kind, x = x.dtype, widened(x)
     mean = x.mean(dims, True)
     count = prod(layout.shape[dim] for dim in dims)
@@ -354,12 +354,12 @@ def moments(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:
-    """The squares of sizes, which have derivatives of all orders also at zero."""
+    """Squared magnitudes, which have derivatives of all orders also at zero."""
     return (x * x.conj()).real if x.is_complex() else x * x
 
 
 def _root(total: torch.Tensor, p: float) -> torch.Tensor:
-    """A root; its derivative at zero is zero, as torch has it for norms and deviations."""
+    """A root with derivative zero at zero, as in torch for norms and standard deviations."""
     is_zero = total == 0
     safe = total.masked_fill(is_zero, 1)
     root = safe.sqrt() if p == 2 else safe.pow(1 / p)
@@ -367,7 +367,7 @@ def _root(total: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _moment_arguments(args: Arguments, kwargs: Settings) -> tuple[Any, float, bool]:
-    """Dimensions, correction and keepdim, in the three ways in which torch takes them."""
+    """Dimensions, correction and keepdim, from the three forms that torch accepts."""
     rest = list(args[1:])
     if rest and isinstance(rest[0], bool):  # var(unbiased)
         kwargs = {"unbiased": rest.pop(0), **kwargs}
@@ -383,7 +383,7 @@ def _moment_arguments(args: Arguments, kwargs: Settings) -> tuple[Any, float, bo
 
 @rule("norm", "linalg_vector_norm", "vector_norm")
 def norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The p-norm of the parts' p-norms."""
+    """The norm, computed from results of the parts."""
     x, layout = opened(args[0])
     first = "p" if name == "norm" else "ord"
     p = argument(args, kwargs, 1, first, 2)
@@ -399,16 +399,16 @@ def norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     def stage(values: torch.Tensor, keep: bool) -> torch.Tensor:
         return torch.linalg.vector_norm(values, p, dims, keep, dtype=dtype)
 
-    if abs(p) == float("inf"):  # ties share their gradient
+    if abs(p) == float("inf"):  # ties share the gradient
         size = args[0].abs() if dtype is None else args[0].to(dtype).abs()
         return size.amax(dims, keepdim) if p > 0 else size.amin(dims, keepdim)
-    if p == 0:  # a number of values, not a norm: these add
+    if p == 0:  # the number of nonzero values, which is summed
         separate, shared = without(layout, dims, keepdim)
         return made(move(separate, shared).apply(stage(x, keepdim)), shared)
     if 0 in layout.shape:
         return _of_nothing(args[0], dims, keepdim, lambda y: func(y, *args[1:], **kwargs))
     if p >= 2:
-        # Not norms of norms, which have no second derivative where all values of a part are zero.
+        # Not by norms of norms, which have no second derivative if all values of a part are zero.
         y = widened(args[0] if dtype is None else args[0].to(dtype))
         powers = _squares(y) if p == 2 else y.abs().pow(p)
         kind = func(x.new_zeros([1] * x.dim()), *args[1:], **kwargs).dtype
@@ -434,7 +434,7 @@ def normalize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("softmax", "log_softmax", "softmin")
 def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Along a split dimension: the largest value and the sum of all travel, nothing else."""
+    """Softmax; along a split dimension only the largest value and the sum are sent."""
     x = args[0]
     dim = argument(args, kwargs, 1, "dim")
     part, layout = opened(x)
@@ -445,20 +445,20 @@ def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not layout.shape or not layout.is_split(dim):
         try_values(lambda values: func(values, *args[1:], **kwargs), part, layout)
         return made(func(part, *args[1:], **kwargs), layout)
-    if 0 in layout.shape:  # which has no largest value
+    if 0 in layout.shape:  # there is no largest value
         return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))
     kind = func(part.new_zeros([1] * x.dim()), *args[1:], **kwargs).dtype  # torch's own errors
-    # halves in single precision, as above
+    # half precision in float32, as above
     x = widened(x.to(argument(args, kwargs, 2, "dtype") or x.dtype))
     x = -x if name == "softmin" else x
-    offset = x - x.detach().amax(dim, True)  # which cancels out: it needs no derivative
+    offset = x - x.detach().amax(dim, True)  # it cancels out and needs no derivative
     if name == "log_softmax":
         return (offset - offset.exp().sum(dim, True).log()).to(kind)
     powers = offset.exp()
     return (powers / powers.sum(dim, True)).to(kind)
 
 
-_ALONG = {  # where the dimension stands among the arguments, and which it is by default
+_ALONG = {  # the position of the dimension among the arguments, and its default
     "cumsum": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None),
     "logcumsumexp": (1, None), "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0),
     "topk": (2, -1), "glu": (1, -1), "diff": (2, -1), "kthvalue": (2, -1), "median": (1, None),
@@ -468,7 +468,7 @@ _ALONG = {  # where the dimension stands among the arguments, and which it is by
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "glu")
 def mix_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What needs all values along a dimension, and keeps the others as they are."""
+    """Functions of whole lines along a dimension, which keep the others."""
     x = args[0]
     place, usual = _ALONG[name]
     kwargs = dict(kwargs)
@@ -482,7 +482,7 @@ def mix_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _alone(x: Tensor, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What a function gives of one value that has no dimension."""
+    """Apply a function to a 0-d tensor."""
     part, layout = opened(x)
     result = func(part, *args[1:], **kwargs)
     if isinstance(result, tuple):
@@ -492,7 +492,7 @@ def _alone(x: Tensor, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("topk")
 def topk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The largest values along a dimension, and their places."""
+    """The largest values along a dimension, and their indices."""
     x = args[0]
     if not x._layout.shape:
         return _alone(x, func, args, kwargs)
@@ -502,7 +502,7 @@ def topk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("median", "nanmedian", "mode", "kthvalue")
 def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """One value of each row, which has to be in one place."""
+    """One value of each line along a dimension, which must be whole."""
     x = args[0]
     place, usual = _ALONG[name]
     given = argument(args, kwargs, place, "dim", usual)
@@ -526,7 +526,7 @@ def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
 
 @rule("quantile", "nanquantile")
 def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values of each row, which has to be in one place; several have a dimension in front."""
+    """Quantiles of each line, which must be whole; several of them are a new first dimension."""
     x, q = args[0], argument(args, kwargs, 1, "q")
     dim, keepdim = argument(args, kwargs, 2, "dim"), argument(args, kwargs, 3, "keepdim", False)
     q = q.full() if isinstance(q, Tensor) else q
@@ -543,10 +543,10 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         target = replace(target, shape=(len(q), *target.shape), cuts=(first, *target.cuts))
     part = moved(x, there)
     if settings.get("interpolation", "linear") != "linear" and isinstance(q, torch.Tensor):
-        q = q.detach()  # the result does not depend on it, also where there are no rows
-    # each worker uses q for its own rows: its gradient is the sum of theirs
+        q = q.detach()  # the result does not depend on it, even without rows
+    # each worker uses q for its own rows: its gradient is a sum over workers
     q = used(q, there) if isinstance(q, torch.Tensor) else q
-    if 0 in part.shape and 0 not in there.shape:  # torch refuses it
+    if 0 in part.shape and 0 not in there.shape:  # torch rejects it
         levels = q if isinstance(q, torch.Tensor) else None
         return made(anchored_zeros(target.local_shape, part, levels), target)
     return made(func(part, q, dim, keepdim, **settings), target)
@@ -554,7 +554,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("histc")
 def histc(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The sum of the parts' own counts."""
+    """The sum of the counts of all parts."""
     x, layout = args[0], args[0]._layout
     given = {"bins": 100, "min": 0, "max": 0} | dict(
         zip(("bins", "min", "max"), args[1:], strict=False)
@@ -567,7 +567,7 @@ def histc(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("bincount")
 def bincount(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The sum of the parts' own counts, as many as the largest number needs."""
+    """The sum of the counts of all parts, up to the largest number."""
     x, layout = args[0], args[0]._layout
     outline = x._part.new_empty(0)
     weights, least = argument(args, kwargs, 1, "weights"), argument(args, kwargs, 2, "minlength", 0)
@@ -580,13 +580,13 @@ def bincount(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if weights is None:
         return _counted(func(x._part, None, count), layout)
     factors = fitted(weights, layout).detach()
-    # of nothing torch counts in whole numbers, whatever the weights are
+    # for empty tensors torch returns integers, whatever the weights are
     kind = func(outline.new_zeros(1), factors.new_zeros(1)).dtype
     return _counted(func(x._part, factors, count).to(kind), layout)
 
 
 def _counted(own: torch.Tensor, layout: Layout) -> Tensor:
-    """What workers counted in their parts, summed."""
+    """The sum of the counts of all workers."""
     axes = {axis for cut in layout.cuts for axis in cut.axes if len(cut.intervals) > 1}
     shared = tuple(axis for axis in range(layout.partition.dim) if axis not in axes)
     shape = tuple(own.shape)
@@ -596,12 +596,12 @@ def _counted(own: torch.Tensor, layout: Layout) -> Tensor:
 
 @rule("diff")
 def diff(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Neighbours along a dimension."""
+    """Differences of adjacent values along a dimension."""
     x, n = args[0], argument(args, kwargs, 1, "n", 1)
     (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout)
     ends = argument(args, kwargs, 3, "prepend"), argument(args, kwargs, 4, "append")
     outlines(func, args, kwargs)  # torch's own error
-    if n == 0:  # torch looks at neither end
+    if n == 0:  # torch ignores both ends
         return x.clone()
     if any(each is not None for each in ends):
         x = torch.cat([each for each in (ends[0], x, ends[1]) if each is not None], dim)

@@ -1,8 +1,8 @@
 """Rows at an index of a split dimension: read from the parts that have them, and written there.
 
-Only rows that another worker has travel, each once for a worker that reads it, and as one sum for a
-worker that adds to it. The index may be on all workers, or split as the values are that belong to
-it. Everything else lies where it is.
+Only rows of other workers are sent, each once for a worker that reads it, and as one sum for a
+worker that adds to it. The index may be on all workers, or split like the values that belong to it.
+Everything else stays where it is.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def has_rows(layout: Layout, dim: int) -> bool:
-    """Whether a dimension lies in parts of which each has rows of its own."""
+    """Whether a dimension is split into parts with rows of their own."""
     return layout.is_split(dim) and layout.cuts[dim].is_consecutive(layout.shape[dim])
 
 
 @kept_in_job
 def _index_layout(rows: Cut, length: int, index: Layout) -> Layout:
-    """How an index lies for which rows are read: along one dimension as workers have rows."""
+    """The layout of an index for reading rows: split along one dimension like the rows."""
     split = [cut for cut in index.cuts if len(cut.intervals) > 1]
     if [cut.axes for cut in split] == [rows.axes] and index.owns_once:
         # axes of one worker may split other dimensions of the tensor
@@ -57,12 +57,12 @@ def _index_layout(rows: Cut, length: int, index: Layout) -> Layout:
 
 
 def rows_at(x: Tensor, dim: int, index: torch.Tensor, negative: bool = True) -> Tensor:
-    """The rows of a split dimension at an index, whose dimensions take the place of this one.
+    """The rows of a split dimension at an index, whose dimensions replace it.
 
     Args:
         x: the tensor.
         dim: a dimension for which `has_rows` holds.
-        index: of one dimension at least; spread, or the same on all workers.
+        index: the index, at least 1-d; spread, or the same on all workers.
         negative: whether it may count from the end.
     """
     layout = x._layout
@@ -74,7 +74,7 @@ def rows_at(x: Tensor, dim: int, index: torch.Tensor, negative: bool = True) -> 
         partition, shape, (*layout.cuts[:dim], *lies.cuts, *layout.cuts[dim + 1 :])
     )
     part = open_part(x)
-    if outlining.get():  # nobody can say which rows these are, and none of them comes here
+    if outlining.get():  # the rows are unknown, and none of them comes here
         return made(anchored_zeros(target.local_shape, part), target)
     exchange, order = _exchange_of(layout, dim, spread, lies, distinct=True, negative=negative)
     table = exchange.read(part, layout, dim)
@@ -89,13 +89,13 @@ def _exchange_of(
     """The exchange of the rows at an index, and the order of this worker's entries in it.
 
     Args:
-        layout: of the tensor that has the rows.
+        layout: the layout of the tensor with the rows.
         dim: the dimension of the rows.
-        index: the rows; on all workers, or in parts.
-        lies: how entries of the index lie for whom they are read or written.
-        distinct: whether a row travels once for a worker, however often its entries name it. Then
-            the order says for each entry where its row is among those that travel; else it says
-            which entry travels first, second, and so on.
+        index: the rows; on all workers, or split.
+        lies: the layout of the index by workers that read or write its rows.
+        distinct: whether a row is sent once for a worker, even if several entries name it. Then the
+            order gives for each entry the position of its row among those that are sent; else it
+            gives the entries in the order in which they are sent.
         negative: whether the index may count from the end.
     """
     rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
@@ -103,7 +103,7 @@ def _exchange_of(
     if index._layout.is_whole:
         whole = open_part(index).long()
         check_range(whole, dim, length, negative)
-        # for each entry of the index, the place of the worker that has it
+        # for each entry of the index, the place of the worker that reads it
         (split,) = (d for d in range(len(lies.shape)) if lies.is_split(d))
         places = torch.arange(lies.shape[split], device=whole.device)
         along = [-1 if d == split else 1 for d in range(len(lies.shape))]
@@ -126,7 +126,7 @@ def _exchange_of(
 
 
 def check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
-    """Raise, on all workers, if an index is out of range: torch would raise where it is used."""
+    """Raise on all workers if an index is out of range: torch would raise where it is used."""
     if index.numel() and index.device.type == "cpu" and not outlining.get():
         _check_bounds(int(index.amin()), int(index.amax()), dim, length, negative)
 
@@ -139,7 +139,7 @@ def check_told(
     length: int,
     negative: bool,
 ) -> None:
-    """The same for an index of which each worker has a part: they tell each other its bounds."""
+    """The same for a split index: workers tell each other its bounds."""
     bounds = index.new_tensor([0, -1])
     if index.numel():
         bounds = torch.stack(torch.aminmax(index))
@@ -157,17 +157,17 @@ def _check_bounds(low: int, high: int, dim: int, length: int, negative: bool) ->
 def receiving(
     layout: Layout, dim: int, values: Layout | None, index: Layout | None
 ) -> tuple[Layout, Cut] | None:
-    """How a tensor lies to whose rows is written, and how the values lie along this dimension.
+    """The layout of a tensor whose rows are written to, and the cut of the values along the rows.
 
     Args:
-        layout: of the tensor.
+        layout: the layout of the tensor.
         dim: the dimension of its rows.
-        values: how the values lie that are written, if they are spread.
-        index: the same of their index, along the dimension of rows.
+        values: the layout of the values that are written, if they are spread.
+        index: the layout of their index, likewise.
 
     Returns:
-        None if neither the tensor nor what is written is split along the dimension, or if an axis
-        that splits one of them is taken by another dimension of the tensor.
+        None if neither the tensor nor the values are split along the dimension, or if an axis that
+        splits one of them splits another dimension of the tensor.
     """
     cuts = [
         (each.cuts[at], each.shape[at])
@@ -204,17 +204,17 @@ def written_rows(
     adds: bool,
     negative: bool = False,
 ) -> torch.Tensor:
-    """A part in which rows at an index got other values.
+    """A part with other values in the rows at an index.
 
     Args:
         x: this worker's part.
-        layout: how it lies, with rows of its own on each worker.
+        layout: its layout, with rows of its own on each worker.
         dim: the dimension of the rows.
-        index: of one dimension; spread, or the same on all workers.
+        index: the index, 1-d; spread, or the same on all workers.
         values: a row for each entry of the index, spread or plain, or one number for all of them.
-        write: what puts rows into a part: of the part, of rows of it, and of values.
-        adds: whether values of one row are added, so that each worker can do so with its own before
-            they travel.
+        write: writes rows into a part: a function of the part, its rows, and values.
+        adds: whether values for one row are added, so that each worker can add its own before they
+            are sent.
         negative: whether the index may count from the end.
     """
     rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
@@ -226,7 +226,7 @@ def written_rows(
     if given is None and not spread._layout.is_whole:
         spread = as_spread(spread.full(), partition)
     if spread._layout.is_whole and (given is None or given._layout.is_whole):
-        # every worker has all that is written, and takes what belongs to its rows
+        # every worker has all values, and takes those of its rows
         start, stop = rows.intervals[place_of(partition, rows.axes)]
         whole = open_part(spread).long()
         check_range(whole, dim, length, negative)
@@ -235,12 +235,12 @@ def written_rows(
         if given is None:
             number = sliced(values, layout) if isinstance(values, torch.Tensor) else values
             return write(x, whole[mine] - start, number)
-        # whole along the axes that split the rows, a copy for each worker of its own
+        # whole along the axes that split the rows, with separate copies
         there = layout.recut(dim, Cut.whole(given.shape[dim]), given.shape[dim])
         return write(x, whole[mine] - start, moved(given, there).index_select(dim, mine))
     assert given is not None
     length = given.shape[dim]
-    # values lie along the dimension of rows as they do, as their index does, or evenly
+    # values are split along the rows as they are, as their index is, or evenly
     candidates = (given._layout.cuts[dim], length), (spread._layout.cuts[0], spread.shape[0])
     lies = next(
         (
@@ -263,10 +263,10 @@ def written_rows(
 
 
 def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """The index along one dimension, if it says the same for all others; None if it may not.
+    """The index along one dimension, if it is equal along all others; None if it may not be.
 
-    Strides tell: this is how an index is expanded for `scatter`. Workers that have parts of an
-    index tell each other what they see, since they must go the same way.
+    This is determined by strides, by which an index is expanded for `scatter`. Workers with parts
+    of an index tell each other the result, since they must all do the same.
     """
     first = tuple(slice(None) if d == dim else 0 for d in range(index.dim()))
     others = [d for d in range(index.dim()) if d != dim]
@@ -275,7 +275,7 @@ def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
         return part[first] if _is_expanded(part, others) else None
     layout, part = index._layout, open_part(index)
     if any(map(layout.is_split, others)):
-        return None  # strides of a part say nothing of the parts beside it
+        return None  # strides of a part do not describe the parts beside it
     alike = _is_expanded(part, others)
     if not outlining.get():
         partition = layout.partition

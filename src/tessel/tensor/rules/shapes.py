@@ -1,4 +1,4 @@
-"""Functions that keep all elements and give them other places: reshaping, permuting, expanding."""
+"""Functions that rearrange elements: reshaping, permuting, expanding."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tessel.tensor.tensor import Tensor, open_part
 from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]  # dims before, and dims after
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # the dimensions before, and those after
 
 
 @lru_cache(maxsize=1024)
 def _blocks(before: Shape, after: Shape) -> tuple[Block, ...]:
-    """Which dimensions become which when a tensor is reshaped: the finest way to say it.
+    """The dimensions that become others when a tensor is reshaped, in the smallest blocks.
 
     >>> _blocks((2, 3, 4), (2, 12))
     (((0,), (0,)), ((1, 2), (1,)))
@@ -70,11 +70,11 @@ def _blocks(before: Shape, after: Shape) -> tuple[Block, ...]:
     "ravel",
 )
 def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Parts stay where they are if they are parts of the result, too; else, the least is moved."""
+    """Reshape; parts stay if they are parts of the result, else as little moves as possible."""
     x, layout = args[0], args[0]._layout
     after = tuple(outlines(func, args, kwargs).shape)
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
-        # As values of another type; if these are shorter or longer, the last dimension is whole.
+        # A view as another dtype; if its size differs, the last dimension must be whole.
         last = len(after) - 1
         if after != layout.shape and layout.is_split(last):
             y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
@@ -83,7 +83,7 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return note_view(made(func(opened(x)[0], *args[1:], **kwargs), same), x)
     if name == "ravel":
         return x.contiguous().view(-1)
-    if name == "flatten" and after == layout.shape:  # torch gives the tensor itself
+    if name == "flatten" and after == layout.shape:  # torch returns the tensor itself
         return x
     loose, target = _reshaped(layout, after)
     y = moved(x, loose).reshape(target.local_shape)
@@ -97,7 +97,7 @@ _COPYING = frozenset(("reshape", "reshape_as", "flatten"))  # others raise inste
 
 @kept_in_job
 def _tells_copies(layout: Layout, after: Shape) -> bool:
-    """Whether a part is copied where the whole would be, if dimensions that become one say so."""
+    """Whether strides of merged dimensions of each part tell whether torch copies the whole."""
     for before, _ in _blocks(layout.shape, after):
         dims = tuple(dim for dim in before if layout.shape[dim] != 1)
         if len(dims) > 1 and not tells_strides(layout, dims):
@@ -107,27 +107,27 @@ def _tells_copies(layout: Layout, after: Shape) -> bool:
 
 @dataclass
 class _SplitSlot:
-    """Where a block of dimensions can be split, before and after: along the first of them.
+    """The slot of a block where it can be split, before and after: its first dimensions.
 
-    Their first dimensions vary slowest, so an interval of them is a run of the values. It is one
-    before and after if its bounds are multiples of `before_step`, of `after_step`.
+    These vary slowest, so an interval of them is a run of the values. The run is one both before
+    and after if its bounds are multiples of `before_step` and of `after_step`.
     """
 
     before: int
     after: int
     before_step: int
     after_step: int
-    num_units: int  # how many parts there can be
+    num_units: int  # the largest possible number of parts
     axes: tuple[int, ...] = ()
     intervals: tuple[Interval, ...] = ((0, 1),)  # of units
 
     @classmethod
     def of(cls, layout: Layout, after: Shape, block: Block) -> _SplitSlot | None:
-        """The place where a block can be split, with the axes that do so now and may stay."""
+        """The slot of a block, with the axes that split it now and can stay."""
         dims, new = block
         if not dims or not new:
             return None
-        # dimensions of length one in front of the first longer one do not matter
+        # leading dimensions of length one do not matter
         first = next((dim for dim in dims if layout.shape[dim] > 1), dims[0])
         then = next((dim for dim in new if after[dim] > 1), new[0])
         inner = prod(layout.shape[dim] for dim in dims if dim > first)
@@ -148,14 +148,14 @@ class _SplitSlot:
         return self.num_units >= len(self.intervals) * size
 
     def take(self, axis: int, size: int) -> None:
-        """Let one more axis of the grid split this block, in balanced parts."""
+        """Let another axis of the grid split this block, into balanced parts."""
         self.axes += (axis,)
         self.intervals = boxes.balanced(self.num_units, len(self.intervals) * size)
 
     def stay(self, axis: int, size: int, partition: Partition, cut: Cut) -> None:
-        """Let one more axis split this block so that the one worker keeps it that has values now.
+        """Let another axis split this block so that the worker with its values keeps them.
 
-        The cut is of a dimension of length one: one of its intervals is not empty.
+        The cut is that of a dimension of length one: one of its intervals is not empty.
         """
         index = next(index for index, (a, b) in enumerate(cut.intervals) if a < b)
         places = boxes.unravel(index, [partition.shape[each] for each in cut.axes])
@@ -173,15 +173,15 @@ class _SplitSlot:
 
 @kept_in_job
 def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
-    """A layout before whose parts are the parts of a layout after.
+    """A layout before the reshape whose parts are the parts of a layout after it.
 
-    Axes of the grid that cannot stay, since they split a dimension within a block or between the
-    bounds that it can have, go over to blocks that are long enough, their own if it is. Where there
-    is none, values become shared along them. One worker along an axis has all of a dimension of
-    length one, and keeps it in a block that the axis goes over to: nothing is sent.
+    Axes of the grid that cannot stay, since they split a dimension within a block or at bounds that
+    it cannot have, split blocks that are long enough, if possible their own. If there are none,
+    values become shared along them. One worker along an axis has all of a dimension of length one,
+    and keeps it in the block that the axis splits: nothing is sent.
     """
     partition = layout.partition
-    if 0 in layout.shape:  # no values: parts are what they are called
+    if 0 in layout.shape:  # no values: any layout will do
         return layout, shared_whole(partition, after)
     blocks = _blocks(layout.shape, after)
     slots = {
@@ -211,7 +211,7 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
         Layout.of_cuts(partition, shape, tuple(cuts))
         for shape, cuts in ((layout.shape, before), (after, behind))
     )
-    # The result is a view where each worker has the same box as before, or nothing in either.
+    # The result is a view if each worker has the same box as before, or nothing in both.
     pairs = ((layout.box(worker), loose.box(worker)) for worker in partition.ranks)
     stays = all(a == b or not (boxes.volume(a) or boxes.volume(b)) for a, b in pairs if a and b)
     return (layout if stays else loose), target
@@ -225,9 +225,9 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
     *("get T", "get mT", "get H", "get mH"),
 )
 def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Each dimension takes its parts along."""
+    """Permute dimensions together with their cuts."""
     x, layout = opened(args[0])
-    # Which dimension goes where torch itself says, on an outline whose lengths tell them apart.
+    # Torch itself gives the order, by an outline with a different length for each dimension.
     sizes = _PRIMES[: len(layout.shape)]
     order = [sizes.index(n) for n in func(outline(sizes), *args[1:], **kwargs).shape]
     target = replace(
@@ -240,10 +240,10 @@ def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_")
 def reshape_in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The tensor gets the part and the layout that the result has; its values stay."""
+    """Give the tensor the part and the layout of the result; its values stay."""
     x = args[0]
     if not torch.is_grad_enabled():
-        with torch._C.DisableTorchFunctionSubclass():  # torch forbids to ask some views this
+        with torch._C.DisableTorchFunctionSubclass():  # reading it raises for some views
             if x.requires_grad:
                 why = "where nothing is recorded it would lose its history or its gradient"
                 raise unsupported(name, why, x._layout)
@@ -262,7 +262,7 @@ def reshape_in_place(name: str, func: Any, args: Arguments, kwargs: Settings) ->
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Dimensions of length one become longer, and lie as those of the tensor that is named."""
+    """Expand dimensions of length one, in the layout of a given tensor."""
     x, layout = args[0], args[0]._layout
     shape = tuple(outlines(func, args, kwargs).shape)
     like = args[1] if name == "expand_as" else None
@@ -278,7 +278,7 @@ def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("broadcast_tensors")
 def broadcast_tensors(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """All of one shape and one layout, that of their sum."""
+    """Broadcast all tensors to one shape, in the layout of their sum."""
     given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
     outlines(torch.broadcast_tensors, tuple(given), kwargs)  # torch's own error
     target = common_layout(name, given)
@@ -292,7 +292,7 @@ def broadcast_tensors(name: str, func: Any, args: Arguments, kwargs: Settings) -
 
 @rule("meshgrid")
 def meshgrid(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Each tensor along a dimension of its own."""
+    """Expand each tensor along a dimension of its own."""
     given = list(args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args)
     shapes = [tuple(each.shape) for each in outlines(torch.meshgrid, tuple(given), kwargs)]
     partition = next(each._layout.partition for each in given if isinstance(each, Tensor))
@@ -309,7 +309,7 @@ def meshgrid(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("atleast_1d", "atleast_2d", "atleast_3d")
 def at_least(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """New dimensions of length one where torch puts them."""
+    """Add dimensions of length one where torch does."""
     given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
     found = tuple(each.reshape(outlines(func, (each,), kwargs).shape) for each in given)
     return found[0] if len(args) == 1 and given is args else found
@@ -317,14 +317,14 @@ def at_least(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("repeat", "tile")
 def repeat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What is repeated has to be whole for that."""
+    """Repeat along dimensions, which must be whole."""
     x = args[0]
     given = args[1:] or tuple(kwargs.values())
     counts = tuple(given[0]) if isinstance(given[0], list | tuple) else tuple(given)
     outlines(func, args, kwargs)  # torch's own error
     counts = (1,) * (x.dim() - len(counts)) + counts
     x = x.reshape((1,) * (len(counts) - x.dim()) + tuple(x.shape))
-    # of no repeats torch's derivative is a constant, and the graphs of workers would differ
+    # for zero repeats torch's derivative is a constant, and the graphs of workers would differ
     nothing_of = tuple(slice(0) if count == 0 else slice(None) for count in counts)
     some = [max(1, count) for count in counts]
     x = x[nothing_of] if 0 in counts else x
@@ -333,7 +333,7 @@ def repeat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("repeat_interleave")
 def repeat_interleave(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Every element some times, where it is: the parts grow."""
+    """Repeat each element in place: the parts grow."""
     x, count = args[0], argument(args, kwargs, 1, "repeats")
     dim = argument(args, kwargs, 2, "dim")
     if count is None:
@@ -343,7 +343,7 @@ def repeat_interleave(name: str, func: Any, args: Arguments, kwargs: Settings) -
     if dim is None:
         x, dim = x.reshape(-1), 0
     (dim,) = dims_of(dim, x._layout)
-    if not isinstance(count, int):  # which elements come where is the same on all workers
+    if not isinstance(count, int):  # the counts are the same on all workers
         count = count.full() if isinstance(count, Tensor) else torch.as_tensor(count)
         places = torch.arange(x.shape[dim], device=count.device)
         return x.index_select(dim, places.repeat_interleave(count))
@@ -353,7 +353,7 @@ def repeat_interleave(name: str, func: Any, args: Arguments, kwargs: Settings) -
 
 
 def _scaled(layout: Layout, dim: int, factor: int) -> Layout:
-    """The layout of a tensor in which a dimension is some times as long, as are its parts."""
+    """The layout with a dimension, and its parts, `factor` times as long."""
     old = layout.cuts[dim]
     cut = Cut(old.axes, tuple((factor * a, factor * b) for a, b in old.intervals))
     return layout.recut(dim, cut, factor * layout.shape[dim])
@@ -361,7 +361,7 @@ def _scaled(layout: Layout, dim: int, factor: int) -> Layout:
 
 @rule("rot90")
 def rot90(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Turns are flips and a transposition."""
+    """Rotate by flips and a transposition."""
     x, turns = args[0], argument(args, kwargs, 1, "k", 1) % 4
     first, second = argument(args, kwargs, 2, "dims", (0, 1))
     outlines(func, args, kwargs)  # torch's own error
@@ -374,7 +374,7 @@ def rot90(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("pixel_shuffle")
 def pixel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Channels become space: every part grows where it is."""
+    """Move channels into space: the parts grow in place."""
     x = args[0]
     *batch, channels, height, width = outlines(func, args, kwargs).shape
     factor = argument(args, kwargs, 1, "upscale_factor")
@@ -386,7 +386,7 @@ def pixel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 @rule("pixel_unshuffle")
 def pixel_unshuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Space becomes channels: every part gets smaller where it is, if its bounds allow that."""
+    """Move space into channels: the parts shrink in place, if their bounds allow it."""
     x = args[0]
     *batch, channels, height, width = outlines(func, args, kwargs).shape
     factor = argument(args, kwargs, 1, "downscale_factor")
@@ -398,7 +398,7 @@ def pixel_unshuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 
 @rule("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Groups of channels become interleaved."""
+    """Interleave groups of channels."""
     x, groups = args[0], argument(args, kwargs, 1, "groups")
     outlines(func, args, kwargs)  # torch's own error
     return x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
@@ -406,18 +406,18 @@ def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 
 @rule("view_as_real")
 def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A new last dimension, which is whole."""
+    """View as real, with a new last dimension, which is whole."""
     x, layout = opened(args[0])
     y = func(x)
-    # torch's derivative needs a gradient whose last stride is 1. `contiguous` leaves the strides of
-    # one without values as they are, and this worker alone would raise.
+    # torch's derivative requires a gradient whose last stride is 1. `contiguous` keeps the strides
+    # of an empty one, and this worker alone would raise.
     y = y if x.numel() else y.view(-1).view(y.shape)
     return note_view(made(y, layout.with_whole(len(layout.shape), 2)), args[0])
 
 
 @rule("view_as_complex")
 def view_as_complex(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The last dimension, which has to be whole, becomes the two parts of a number."""
+    """View the last dimension, which must be whole, as real and imaginary part."""
     x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)  # torch's own error
     last = len(layout.shape) - 1
@@ -444,20 +444,20 @@ def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     (dim,) = dims_of(given["dimension"], layout)
     size, step, count, old = given["size"], given["step"], shape[dim], layout.cuts[dim]
     reads, cut = layout, Cut(old.axes, ((0, count),))
-    if layout.is_split(dim):  # windows in balanced parts, and what those of each worker read
+    if layout.is_split(dim):  # windows in balanced parts, and the inputs of each worker's windows
         cut = Cut(old.axes, boxes.balanced(count, len(old.intervals)))
         wide = ((step * a, step * (b - 1) + size) if a < b else (0, 0) for a, b in cut.intervals)
         reads = layout.recut(dim, Cut(old.axes, tuple(wide)))
     target = layout.recut(dim, cut, count).with_whole(len(layout.shape), size)
     part = moved(x, reads)
-    # torch has no windows of what is too short
+    # torch rejects tensors that are shorter than a window
     is_empty = 0 in target.local_shape
     y = anchored_zeros(target.local_shape, part) if is_empty else part.unfold(dim, size, step)
     return note_view(made(y, target), x, copied=reads != layout)
 
 
 def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The image has to be whole for that, its channels and the batch need not be."""
+    """Windows of an image, which must be whole; channels and batch may be split."""
     x = args[0]
     shape = tuple(outlines(func, args, kwargs).shape)
     if x.dim() == 3:
@@ -476,13 +476,13 @@ def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
 
 @rule("fold")
 def fold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Windows are added up where they are whole; the batch and the channels need not be."""
+    """Add up windows, which must be whole; channels and batch may be split."""
     x = args[0]
     shape = tuple(outlines(func, args, kwargs).shape)
     if x.dim() == 2:
         return fold(name, func, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
     size = x.shape[1] // max(1, shape[1])  # values of a window for each channel
-    # (batch, channel, value of the window, place): channels may be split, the rest may not
+    # (batch, channel, value of the window, position): batch and channels may be split
     windows = x.reshape(x.shape[0], shape[1], size, x.shape[2])
     layout = windows._layout
     there = layout.hosted((2, 3))

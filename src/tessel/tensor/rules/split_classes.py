@@ -1,8 +1,9 @@
-"""Cross entropy of logits whose classes are split: no worker sees the logits of the others.
+"""Cross entropy of logits whose classes are split: no worker gets the logits of others.
 
-Of each sample a worker tells its greatest logit, the sum of exponentials below it, and one or two
-sums with the target. These few numbers of all workers give the loss, as a sum of exponentials is
-merged from parts: log Σ_r s_r·exp(m_r) = M + log Σ_r s_r·exp(m_r − M), where M is the greatest m_r.
+For each sample a worker sends its greatest logit, the sum of exponentials relative to it, and one
+or two sums with the target. These few numbers of all workers give the loss, since a sum of
+exponentials is merged from parts: log Σ_r s_r·exp(m_r) = M + log Σ_r s_r·exp(m_r − M), where M is
+the greatest m_r.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from tessel.tensor.table import gathered, shared_whole
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
-NUM_PIECES = 8  # in which a large shard is worked on, so that what is in between stays small
-SMALL = 2**16  # logits; below, one piece
-LEAST = 4 * 2**20  # bytes of a piece of large ones: allocators keep smaller blocks for themselves
+NUM_PIECES = 8  # of a large shard, one after the other, so that intermediate tensors stay small
+SMALL = 2**16  # logits up to which a shard is one piece
+LEAST = 4 * 2**20  # bytes of a piece of large ones: allocators do not return smaller blocks
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """What torch's cross entropy takes besides tensors.
+    """The arguments of torch's cross entropy other than tensors.
 
     Args:
         ignore_index: a class that does not count.
@@ -43,7 +44,7 @@ class CrossEntropy:
     reduction: str = "mean"
 
     def by_torch(self, x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Torch's own loss: of whole logits, or of spread ones by its rule."""
+        """Torch's own loss of whole logits, or of spread ones by its rule."""
         return F.cross_entropy(x, target, weight, **vars(self))
 
     def __call__(
@@ -54,18 +55,18 @@ class CrossEntropy:
         weight: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Layout]:
-        """The loss and its layout: one number that all workers share, or one of each sample.
+        """The loss and its layout: one number that all workers share, or one for each sample.
 
         The workers exchange three or four numbers for each sample, once, and nothing in the
-        backward pass, unless a weight needs a gradient.
+        backward pass, unless a weight requires a gradient.
 
         Args:
             logits: this worker's part.
-            layout: of the whole logits.
-            target: the classes of this worker's samples, or its part of probabilities, which lie
-                as the logits do.
-            weight: of all classes.
-            dtype: of the loss; it is computed in float32 at least.
+            layout: the layout of the whole logits.
+            target: the classes of this worker's samples, or its part of probabilities, in the
+                layout of the logits.
+            weight: the weights of all classes.
+            dtype: the dtype of the loss, which is computed in float32 at least.
         """
         dim = min(1, logits.ndim - 1)
         box = layout.box()
@@ -76,7 +77,7 @@ class CrossEntropy:
         if target.shape == logits.shape and target.is_floating_point():
             own, lies = None, layout.of_dim(dim)
             if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-                # all workers get its gradient, not only those of the class
+                # all workers get its gradient, not only those with the class
                 own = move(shared_whole(layout.partition, weight.shape), lies).apply(weight)
             elif weight is not None:
                 own = lies.local_part(weight)
@@ -99,13 +100,13 @@ class CrossEntropy:
         dim, smooths = shard.dim, self.label_smoothing > 0
         ignored = target == self.ignore_index
         own = None if weight is None else weight[slice(*shard.own)]
-        # a class that no worker has, so that nobody looks up a logit for it
+        # replaced by a class that no worker has, so that none looks up its logit
         none = target.masked_fill(ignored, shard.num_classes)
         merged = _merged(facts_of_classes(shard, none, own, smooths), layout, dim)
         counted = target.masked_fill(ignored, 0)
         parts = [each for each in layout.cuts[dim].intervals if each[0] < each[1]]
         stops = constant(tuple(stop for _, stop in parts), torch.int64, target.device)
-        # bucketize gives the place of the worker that has the class of a sample
+        # bucketize returns the place of the worker that has the class of a sample
         each = merged.surprise(torch.bucketize(counted, stops, right=True))
         weights = torch.ones_like(each) if weight is None else weight[counted].to(each.dtype)
         each = each if weight is None else each * weights
@@ -125,7 +126,7 @@ class CrossEntropy:
         if self.reduction == "none":
             return each
         found = each.sum()
-        # where samples are split, too, both sums travel in one message; else nothing does
+        # if samples are split, too, both sums are sent in one message; else nothing is
         if not samples.is_whole:
             both = torch.stack([found, divisor.to(found.dtype)])
             found, divisor = total(both, samples.partition, samples.shared).unbind()
@@ -133,9 +134,9 @@ class CrossEntropy:
 
 
 def _merged(facts: list[Tensor], layout: Layout, dim: int) -> Merged:
-    """Let workers that have the same samples know what each of them has to tell.
+    """Exchange the facts of workers with the same samples.
 
-    This is the one exchange; its adjoint is a slice.
+    This is the single exchange; its adjoint is a slice.
     """
     rows, filled = _rows(layout, dim, len(facts))
     everyones = move(rows, gathered(rows, (0,))).apply(torch.stack(facts).unsqueeze(0))
@@ -144,7 +145,7 @@ def _merged(facts: list[Tensor], layout: Layout, dim: int) -> Merged:
 
 @kept_in_job
 def _rows(layout: Layout, dim: int, num_facts: int) -> tuple[Layout, list[int] | slice | None]:
-    """The layout of facts (worker, fact, *sample), and which workers have classes, if not all."""
+    """The layout of facts (worker, fact, *sample), and the workers with classes, if not all."""
     _, samples = without(layout, (dim,), False)
     classes = layout.cuts[dim]
     count = len(classes.intervals)
@@ -154,7 +155,7 @@ def _rows(layout: Layout, dim: int, num_facts: int) -> tuple[Layout, list[int] |
         *samples.cuts,
     )
     rows = Layout(layout.partition, (count, num_facts, *samples.shape), cuts, layout.shared)
-    # a worker without classes tells a peak of −3e38: with it 0 · (peak − M) would be nan
+    # a worker without classes sends a peak of −3e38, with which 0 · (peak − M) would be NaN
     filled = [k for k, (start, stop) in enumerate(classes.intervals) if start < stop]
     if len(filled) == count:
         return rows, None
@@ -163,14 +164,14 @@ def _rows(layout: Layout, dim: int, num_facts: int) -> tuple[Layout, list[int] |
 
 @dataclass(frozen=True)
 class ClassShard:
-    """Logits of some of the classes, and where these stand.
+    """Logits of some of the classes, and the interval of these.
 
     Attributes:
         logits: (…, this worker's classes, …).
         dim: the dimension of the classes.
         own: the interval of this worker's classes.
-        num_classes: of all workers.
-        dtype: in which to compute.
+        num_classes: the number of classes on all workers.
+        dtype: the dtype for the computation.
     """
 
     logits: Tensor
@@ -180,9 +181,9 @@ class ClassShard:
     dtype: torch.dtype
 
     def peak(self) -> Tensor:
-        """The greatest logit of each sample, a finite one where all are −inf; a constant.
+        """The greatest logit of each sample, or a finite number if all are −inf; a constant.
 
-        The loss does not depend on it, so that it has no gradient.
+        The loss does not depend on it, so it needs no gradient.
         """
         x, lowest = self.logits.detach(), torch.finfo(self.dtype).min
         if not x.shape[self.dim]:
@@ -191,7 +192,7 @@ class ClassShard:
         return x.amax(self.dim).to(self.dtype).clamp(min=lowest)
 
     def pieces(self, *others: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-        """The logits, and other tensors that have the classes as the same dimension, in pieces."""
+        """The logits, and other tensors with classes along the same dimension, in pieces."""
         count = NUM_PIECES if self.logits.numel() > SMALL else 1
         if self.logits.nbytes > LEAST:
             count = min(count, self.logits.nbytes // LEAST)
@@ -208,23 +209,23 @@ class ClassShard:
 def facts_of_classes(
     shard: ClassShard, target: Tensor, weight: Tensor | None, smooths: bool
 ) -> list[Tensor]:
-    """What to tell of each sample when the target gives classes.
+    """The facts of each sample if the target has classes.
 
-    They are the peak m, Σ exp(x − m), x[target] − m if this worker has it, and, to smooth,
+    They are the peak m, Σ exp(x − m), x[target] − m if this worker has it, and, for smoothing,
     Σ w·(x − m).
 
     Args:
         shard: this worker's logits.
-        target: the class of each sample, or one that is none.
-        weight: of this worker's classes.
-        smooths: whether the last of them is needed.
+        target: the class of each sample, or a number that is no class.
+        weight: the weights of this worker's classes.
+        smooths: whether the last fact is needed.
     """
     dim, peak = shard.dim, shard.peak()
     parts: list[list[Tensor]] = []
     start = shard.own[0]
     for x, w in shard.pieces(_along(weight, shard)):
         assert x is not None
-        # the logit of the target, less the peak, or zero where it is not one of these logits
+        # the logit of the target minus the peak, or zero if it is not one of these logits
         index, length = target - start, x.shape[dim]
         if length:
             owned = (index >= 0) & (index < length)
@@ -235,7 +236,7 @@ def facts_of_classes(
         start += length
         below = x - peak.unsqueeze(dim)
         smooth = [(below if w is None else below * w).sum(dim)] if smooths else []
-        # in place: a second array of the size of the logits would be the peak of memory
+        # in place: a second tensor of the size of the logits would determine peak memory
         parts.append([below.exp_().sum(dim), picked, *smooth])
     return [peak, *(_added(each) for each in zip(*parts, strict=True))]
 
@@ -243,7 +244,7 @@ def facts_of_classes(
 def facts_of_probabilities(
     shard: ClassShard, target: Tensor, weight: Tensor | None, label_smoothing: float
 ) -> list[Tensor]:
-    """What to tell of each sample when the target gives probabilities.
+    """The facts of each sample if the target has probabilities.
 
     They are the peak m, Σ exp(x − m), Σ t·w·(x − m) and Σ t·w.
     """
@@ -265,12 +266,12 @@ def facts_of_probabilities(
 
 @dataclass(frozen=True)
 class Merged:
-    """What all workers told, put together; the first dimension is that of the workers.
+    """The facts of all workers combined; the first dimension is that of the workers.
 
     Attributes:
-        shift: each worker's peak, less the greatest of them.
-        log_sum: the logarithm of the sum of all exponentials, less the greatest peak.
-        rest: what else they told.
+        shift: each worker's peak minus the greatest of them.
+        log_sum: the logarithm of the sum of all exponentials minus the greatest peak.
+        rest: the other facts.
     """
 
     shift: Tensor
@@ -279,19 +280,19 @@ class Merged:
 
     @classmethod
     def of(cls, facts: Tensor) -> Merged:
-        """From a tensor of (worker, fact, *sample)."""
+        """Combine a tensor of (worker, fact, *sample)."""
         peaks, sums, *rest = facts.unbind(1)
         peaks = peaks.detach()
         shift = peaks - peaks.amax(0)
         return cls(shift, (sums * shift.exp()).sum(0).log(), tuple(rest))
 
     def surprise(self, owner: Tensor) -> Tensor:
-        """−log p of the target of each sample, whose class the worker at place `owner` has."""
+        """−log p of the target of each sample, whose class is on the worker at place `owner`."""
         picked = (self.rest[0] + self.shift).gather(0, owner.unsqueeze(0)).squeeze(0)
         return self.log_sum - picked
 
     def smooth(self, weights: Tensor) -> Tensor:
-        """−Σ w·log p of each sample; `weights` are those of each worker's classes, summed."""
+        """−Σ w·log p of each sample; `weights` are the sums over each worker's classes."""
         each = weights.view(-1, *[1] * self.log_sum.ndim)
         return self.log_sum * weights.sum() - self._shifted(self.rest[1], each)
 
@@ -306,7 +307,7 @@ class Merged:
 
 
 def _along(weight: Tensor | None, shard: ClassShard) -> Tensor | None:
-    """A weight of each class, shaped to be multiplied with the logits."""
+    """A weight of each class, in a shape to be multiplied with the logits."""
     if weight is None:
         return None
     x = shard.logits

@@ -1,4 +1,4 @@
-"""Looking up rows of a table whose rows or columns are split, of ids that all workers have."""
+"""Lookups in a table whose rows or columns are split, of ids that all workers have."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tessel.tensor.rules.reductions import without
 from tessel.tensor.table import outlining
 from tessel.tensor.tensor import move
 
-EPSILON = 1e-7  # what torch adds to a norm before it divides by it
+EPSILON = 1e-7  # torch adds it to a norm before it divides by the norm
 
 
 @dataclass(frozen=True)
 class EmbeddingOptions:
-    """What torch's embedding takes besides ids and weight; `padding_idx` counts whole rows."""
+    """The arguments of torch's embedding other than tensors; `padding_idx` counts all rows."""
 
     padding_idx: int | None = None
     max_norm: float | None = None
@@ -47,22 +47,22 @@ def look_up(
     options: EmbeddingOptions,
     meta: TensorMeta | None = None,
 ) -> tuple[Tensor, Layout]:
-    """This worker's part of the rows of all ids, and how these rows lie.
+    """This worker's part of the rows of all ids, and the layout of these rows.
 
     Forward:  y[i, j] = Σ_k [worker k has row id_i and column j] · w_k[id_i, j].
 
-    Where rows of the table are split, each worker adds those that it has; columns stay where they
-    are. All that depends on how often an id occurs is right, since every worker has all ids.
+    If rows of the table are split, each worker adds those that it has; columns stay where they are.
+    Everything that depends on how often an id occurs is correct, since every worker has all ids.
 
     Args:
-        ids: the same on all workers.
+        ids: the ids, the same on all workers.
         weight: this worker's part of the table.
-        layout: of the whole table.
-        options: what else torch takes, with a `padding_idx` that is not negative.
-        meta: what the workers agreed on, if they did.
+        layout: the layout of the whole table.
+        options: torch's other arguments, with a `padding_idx` that is not negative.
+        meta: the result of an agreement, if there was one.
     """
     flat = ids.reshape(-1)
-    # The rows of the table become those of the ids. Workers that split them have terms of a sum.
+    # The rows of ids replace those of the table. If these are split, workers have terms of a sum.
     separate, result = without(layout, (0,), False)
     for dim, length in enumerate(ids.shape):
         separate, result = separate.with_whole(dim, length), result.with_whole(dim, length)
@@ -75,7 +75,7 @@ def look_up(
     box = layout.box()
     assert box is not None
     start, stop = box[0]
-    # without values nobody can say how many ids are rows of this part
+    # ids with rows in this part; without values their number is unknown
     is_mine = (flat >= start) & (flat < stop)
     padding = options.padding_idx
     if padding is not None:
@@ -83,7 +83,7 @@ def look_up(
     options = replace(options, padding_idx=padding)
     if is_compiling() and start == stop:
         share = anchored_zeros((len(flat), weight.shape[1]), weight)
-    elif is_compiling():  # a graph has fixed lengths: rows of others are one of these, times zero
+    elif is_compiling():  # a graph has fixed lengths: any row replaces those of others, times zero
         rows = _rows((flat - start).clamp(0, stop - start - 1), weight, options)
         share = torch.where(is_mine.unsqueeze(1), rows, 0)
     else:
@@ -94,7 +94,7 @@ def look_up(
 
 
 def _rows(ids: Tensor, weight: Tensor, options: EmbeddingOptions) -> Tensor:
-    """Torch's own embedding, which for no values at all has no second derivative."""
+    """Torch's own embedding, which has no second derivative for empty tensors."""
     shape = (len(ids), weight.shape[1])
     if 0 in shape and not options.sparse:
         return anchored_zeros(shape, weight)
@@ -104,7 +104,7 @@ def _rows(ids: Tensor, weight: Tensor, options: EmbeddingOptions) -> Tensor:
 def _renormalise(
     flat: Tensor, weight: Tensor, layout: Layout, max_norm: float, norm_type: float
 ) -> None:
-    """Let no row among these ids have a norm above `max_norm`, in place, as torch does it.
+    """Scale the rows of these ids to a norm of at most `max_norm`, in place, as torch does.
 
     The workers tell each other the norms of their columns of these rows.
     """
@@ -120,12 +120,12 @@ def _renormalise(
         rows = table[flat[inside]].to(wide)
         if rows.shape[1]:
             mine = vector_norm(rows, norm_type, dim=1)
-        else:  # of no columns, what does not change the norm of others
+        else:  # without columns, a number that does not change the norm of others
             mine = rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
         told = mine.new_zeros(len(flat))
         told[inside] = mine
-        # Of each id, the norms of the columns of each worker go to all; where rows are split, too,
-        # workers that have others tell zeros, which are added.
+        # For each id, the norms of all workers' columns are sent to all; if rows are split, too,
+        # workers without the row send zeros, which are added.
         columns = layout.cuts[1]
         one_each = Cut(columns.axes, boxes.consecutive([1] * len(columns.intervals)))
         norms = Layout(
@@ -137,7 +137,7 @@ def _renormalise(
         whole = norms.gathered((1,))
         added = tuple(sorted({*whole.shared, *layout.cuts[0].axes}))
         parts = move(norms, replace(whole, shared=added)).apply(told[:, None])[inside]
-        # the norms of p = 0 are counts, which add
+        # the norms for p = 0 are counts, which are added
         norm = parts.sum(1) if norm_type == 0 else vector_norm(parts, norm_type, dim=1)
         norm = norm.to(table.dtype)
         scale = max_norm / (norm.double() + EPSILON)

@@ -1,8 +1,8 @@
-"""A step of a Fourier transform: along one dimension, which may lie in parts.
+"""A step of a Fourier transform: along one dimension, which may be split.
 
 A fast transform needs all points of a line on one worker: a split dimension goes to its hosts
-(`hosting.py`). Of few modes it is less to add the terms that workers have of them, and on the way
-back to give all workers these modes (`tensor/truncated_transform.py`).
+(`hosting.py`). For few modes, adding the terms of all workers sends less, and so does, for the
+inverse, giving all workers these modes (`tensor/truncated_transform.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class TransformStep:
     """A transform along one dimension.
 
     Args:
-        kind: the name of torch's function; "half" and "early" for those below.
-        dim: what is transformed.
-        n: its length for the transform; None for the one that it has.
-        norm: of the transform.
+        kind: the name of torch's function; "half" and "early" for the functions below.
+        dim: the dimension.
+        n: its length for the transform; None for its own.
+        norm: the norm of the transform.
         hosts: the dimensions that are split instead, if they are long enough.
     """
 
@@ -54,14 +54,14 @@ class TransformStep:
         return self(x.move_to(x._layout.hosted((self.dim,), self.hosts)))
 
     def layout(self, layout: Layout) -> Layout:
-        """How a transform there, and not back, lies at the hosts."""
+        """The layout of the result of a transform, not an inverse one, at the hosts."""
         there, shape = layout.hosted((self.dim,), self.hosts), list(layout.shape)
         n = shape[self.dim] if self.n is None else self.n
         shape[self.dim] = n // 2 + 1 if self.kind in ("half", "rfft", "ihfft") else n
         return there.split_like(tuple(shape))
 
     def sums_less(self, x: Tensor, num_modes: int) -> bool:
-        """Whether terms of so many modes are less to send than all points to their hosts."""
+        """Whether the terms of this number of modes are smaller than all points sent to hosts."""
         cut, length, dtype = x._layout.cuts[self.dim], x._layout.shape[self.dim], x.dtype
         if dtype not in DTYPES or num_modes > MOST_MODES or not cut.is_consecutive(length):
             return False
@@ -69,9 +69,9 @@ class TransformStep:
         return num_modes * len(cut.intervals) * size < length * dtype.itemsize
 
     def truncated(self, x: Tensor, modes: Frequencies) -> Tensor:
-        """Some modes, each the sum of terms that workers have.
+        """Some modes, each the sum of the terms of all workers.
 
-        They are in parts then; if there are fewer than workers, hosts are.
+        They are split like the dimension; if there are fewer than workers, hosts are split.
         """
         layout, dim, count = x._layout, self.dim, len(modes)
         cut, box = layout.cuts[dim], layout.box()
@@ -83,16 +83,16 @@ class TransformStep:
         target = layout.recut(dim, even, count)
         if count < len(cut.intervals):
             target = target.hosted((dim,), self.hosts)
-        terms = layout.recut(dim, Cut.whole(count), count)  # separate ones, along these axes
+        terms = layout.recut(dim, Cut.whole(count), count)  # separate along these axes
         return made(move(terms, target).apply(part), target)
 
     def gathers_less(self, zeros: Zeros, length: int, home: Layout) -> bool:
-        """Whether modes are less to send to all workers than points from hosts to their places.
+        """Whether modes for all workers are smaller than points sent from hosts to their places.
 
         Args:
-            zeros: the modes, and nothing that is zero along this dimension.
-            length: how many there are with those that are zero.
-            home: how the result is to lie.
+            zeros: the modes, without zeros along this dimension.
+            length: the number of modes, with zeros.
+            home: the layout of the result.
         """
         dtype, num_modes = zeros.like.dtype, zeros.layout.shape[self.dim]
         if dtype not in DTYPES or not dtype.is_complex or num_modes > MOST_MODES:
@@ -102,13 +102,13 @@ class TransformStep:
         return num_modes * parts * dtype.itemsize < self._num_points(length) * size
 
     def from_modes(self, zeros: Zeros, modes: Frequencies, length: int, home: Layout) -> Tensor:
-        """Each worker's own points, of modes that all workers get.
+        """Each worker's own points from modes, which are sent to all workers.
 
         Args:
-            zeros: the modes; all else that is transformed is whole at home.
+            zeros: the modes; all other transformed dimensions are whole at home.
             modes: their frequencies.
-            length: how many there are with those that are zero.
-            home: how the result lies, but for lengths.
+            length: the number of modes, with zeros.
+            home: the layout of the result, except lengths.
         """
         dim, shape = self.dim, list(zeros.layout.shape)
         parts = [moved(piece, self._copied(home, piece._layout.shape)) for _, piece in zeros.pieces]
@@ -128,32 +128,32 @@ class TransformStep:
         return made(computed(partial(waves.synthesized, dim=dim), part), points)
 
     def _copied(self, home: Layout, shape: Shape) -> Layout:
-        """As at home, but for this dimension, of which all workers have copies of their own."""
+        """The layout at home, but with separate copies of this dimension on all workers."""
         return home.split_like(shape).recut(self.dim, Cut.whole(shape[self.dim]))
 
     def _num_points(self, length: int) -> int:
-        """How many points a transform back gives."""
+        """The number of points of an inverse transform."""
         if self.n is not None:
             return self.n
         return length if self.kind == "ifft" else 2 * (length - 1)
 
 
 def _half(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
-    """What `rfft` keeps of a transform, also of what is complex along other dimensions."""
+    """The half of a transform that `rfft` keeps, for complex values."""
     found = torch.fft.fft(x, n, dim, norm)
     return found.narrow(dim, 0, found.shape[dim] // 2 + 1)
 
 
 def _early(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
-    """What has the result of `irfft` as its real part, also after transforms of other dimensions.
+    """A transform whose real part is that of `irfft`, also after transforms of other dimensions.
 
-    A mode and the conjugate one, which `irfft` adds, have twice the real part of the first.
+    The sum of a mode and its conjugate, as in `irfft`, is twice the real part of the mode.
     """
     n = 2 * (x.shape[dim] - 1) if n is None else n
     x = x.narrow(dim, 0, min(x.shape[dim], n // 2 + 1))
     factors = torch.full((x.shape[dim],), 2.0, dtype=x.dtype.to_real(), device=x.device)
     factors[0] = 1
-    factors[n - n // 2 :] = 1  # of an even length the last mode has no other beside it
+    factors[n - n // 2 :] = 1  # for an even length the last mode has no conjugate one
     shape = [-1 if each == dim else 1 for each in range(x.dim())]
     return torch.fft.ifft(x * factors.reshape(shape), n, dim, norm)
 
@@ -162,7 +162,7 @@ _PARTLY = {"half": _half, "early": _early}
 
 
 def of_part(function: Any, part: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """The transform of a part; libraries refuse those without values."""
+    """The transform of a part; libraries reject empty tensors."""
     if part.numel():
         found: torch.Tensor = function(part, **settings)
         return found

@@ -1,6 +1,6 @@
 """Transposed convolutions: the adjoints of convolutions.
 
-Each worker fetches the inputs that are written to its outputs.
+Each worker fetches the inputs that contribute to its outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """`torch.nn.functional.conv_transpose*`: with blocks of the weight where they lie, or whole."""
+    """`torch.nn.functional.conv_transpose*`, with blocks of a weight or with all of it."""
     given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
     layout = args[0]._layout
     weight, bias = given.pop("weight"), given.pop("bias", None)
@@ -44,7 +44,7 @@ _ARGUMENTS = ("weight", "bias", "stride", "padding", "output_padding", "groups",
 
 @dataclass(frozen=True)
 class TransposedSettings:
-    """What a transposed convolution is, but for the values of its weight."""
+    """The arguments of a transposed convolution except the values of its weight."""
 
     weight: Shape  # (inputs, outputs of a group, *kernel)
     stride: Numbers
@@ -75,7 +75,7 @@ def settings_of(
     groups: int = 1,
     dilation: Any = 1,
 ) -> TransposedSettings:
-    """The settings that torch's arguments say, for a weight of this shape."""
+    """The settings by torch's arguments, for a weight of this shape."""
     D = len(weight) - 2
     steps, widths, behind, dilations = (
         tuple_of(value, D) for value in (stride, padding, output_padding, dilation)
@@ -85,7 +85,7 @@ def settings_of(
 
 @lru_cache(maxsize=1024)
 def convolved(shape: Shape, settings: TransposedSettings) -> Shape:
-    """The shape of the whole output; torch's own error if there is none."""
+    """The shape of the whole output; raises torch's own errors."""
     check_numbers(settings.weight[2:], settings.stride, settings.dilation, settings.padding)
     limits = [max(pair) for pair in zip(settings.stride, settings.dilation, strict=True)]
     if any(not 0 <= n < m for n, m in zip(settings.output_padding, limits, strict=True)):
@@ -107,7 +107,7 @@ def convolved(shape: Shape, settings: TransposedSettings) -> Shape:
 def planned(
     source: Layout, target: Layout, channels: Groups | None, settings: TransposedSettings
 ) -> Windowed:
-    """Each worker reads the inputs that are written to its outputs."""
+    """The plan by which each worker reads the inputs that contribute to its outputs."""
     lead = [None] * (len(source.shape) - settings.num_dims - 1)
     return Windowed(source, target, (*lead, channels, *settings.windows()))
 
@@ -150,7 +150,7 @@ def of_read(
     settings: TransposedSettings,
     in_blocks: bool = False,
 ) -> Tensor:
-    """This worker's outputs, cut out of all that its inputs are written to."""
+    """This worker's outputs, cropped from all outputs of its inputs."""
     D = settings.num_dims
     box = target.box()
     assert box is not None
@@ -192,7 +192,7 @@ def _trimmed(
     settings: TransposedSettings,
     own: Interval,
 ) -> Tensor:
-    """The outputs of all groups that `own` channels touch, of this worker's box of space."""
+    """The outputs of all groups that the channels `own` touch, in this worker's box of space."""
     D = settings.num_dims
     box, inputs = target.box(), plan.read.box()
     assert box is not None and inputs is not None
@@ -205,10 +205,10 @@ def _trimmed(
     sides = zip(settings.windows(), inputs[-D:], box[-D:], strict=True)
     for d, (window, read, outputs) in enumerate(sides):
         written = window.writes(read)
-        before, after = outputs[0] - written[0], written[1] - outputs[1]  # what is too much
+        before, after = outputs[0] - written[0], written[1] - outputs[1]  # superfluous outputs
         if before >= after and 0 <= before < after + window.stride:
-            padding[d], behind[d] = before, before - after  # torch leaves that out itself
-        else:  # it takes away on both sides alike: the rest is cut off, or added, afterwards
+            padding[d], behind[d] = before, before - after  # torch itself leaves them out
+        else:  # torch's padding is equal on both sides: the rest is cropped, or added, afterwards
             padding[d] = cut = max(0, min(before, after))
             rest[2 * (D - d) - 2 : 2 * (D - d)] = cut - before, cut - after  # as F.pad has it
     convolve = _CONVOLUTIONS[D - 1]
