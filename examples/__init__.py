@@ -1,1 +1,1 @@
-"""Whole programs: each runs as a script, on any number of workers, and `tessel demo` uses them."""
+"""Whole programs: each runs as a script on any number of workers; `tessel demo` uses some."""

@@ -1,10 +1,10 @@
 """Train a U-Net with Hugging Face's Accelerate, on images of which each worker has some rows.
 
 The workers are a grid: `--replicas` copies of the model, each on workers that split the images of
-their own batch. The model is converted for the workers of its copy, and Accelerate wraps it as it
-wraps every model, by `DistributedDataParallel` over all workers: their mean of the gradients is one
-over the copies. What has to be said to Accelerate is which batches a worker takes: those of its
-copy, and not its own. The losses are those of one process.
+their own batch. The model is converted for the workers of its copy, and Accelerate wraps it like
+every model, by `DistributedDataParallel` over all workers: their mean of the gradients is the mean
+over the copies. Accelerate only has to be told which batches a worker takes: those of its copy. The
+losses are those of one process.
 
     pip install accelerate
     python examples/accelerate_unet.py
@@ -46,7 +46,7 @@ class UNet(nn.Module):
 
 
 def images(samples: int = 8, size: int = 32) -> TensorDataset:
-    """Two discs, one in the other, in noise; and a class for each pixel."""
+    """Two discs, one inside the other, with noise; and a class for each pixel."""
     draw = torch.Generator().manual_seed(0)
     rows, columns = torch.meshgrid(*2 * [torch.linspace(-1, 1, size)], indexing="ij")
     centers = torch.rand(2, samples, 1, 1, generator=draw) - 0.5
@@ -57,7 +57,7 @@ def images(samples: int = 8, size: int = 32) -> TensorDataset:
 
 
 def replicas(number: int) -> list[Partition]:
-    """The workers of each copy of the model, which split the rows of images."""
+    """The workers of each copy of the model, which split the rows of images among them."""
     ranks = tessel.world().ranks
     size, rest = divmod(len(ranks), number)
     if rest:
@@ -67,17 +67,17 @@ def replicas(number: int) -> list[Partition]:
 
 
 def own_part(x: Tensor, labels: Tensor, P_x: Partition) -> tuple[Tensor, Tensor]:
-    """The rows of this worker; of the labels, which have no channels, as well."""
+    """This worker's rows of the images and of the labels, which have no channels."""
     part = Layout.balanced(P_x, x.shape).local_part(x)
     return part, Layout.balanced(P_x, labels[:, None].shape).local_part(labels[:, None])[:, 0]
 
 
 def train(number: int, batch: int, epochs: int) -> list[float]:
-    """The losses of all steps, each of which takes `batch` images in all."""
+    """Train, and return the losses of all steps, each of which takes `batch` images in all."""
     from accelerate import Accelerator
     from accelerate.data_loader import prepare_data_loader
 
-    P = tessel.world()  # first: Accelerate takes the process group that it finds
+    P = tessel.world()  # first, since Accelerate uses an existing process group
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     rows = replicas(number)
@@ -87,7 +87,7 @@ def train(number: int, batch: int, epochs: int) -> list[float]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     loader = DataLoader(images(), batch // number)
-    # workers of one copy take the same batches, of which each has a part
+    # workers of one copy take the same batches, each a part of them
     loader = prepare_data_loader(loader, num_processes=number, process_index=place)
     losses = []
     for _ in range(epochs):

@@ -1,9 +1,9 @@
-"""The first thing to do with a model of your own: prove that it works over workers.
+"""The first thing to do with a model of your own: check that it works on several workers.
 
-A small U-Net, in which nobody has thought of workers, cleans noisy pictures. It is checked in one
-line: outputs, gradients and buffers of the converted model against one process, module by module.
-Then it trains for a few steps on pictures of which each worker has some rows. The loss is the same
-on any number of workers.
+A small U-Net, written without workers in mind, cleans noisy pictures. One line checks it: outputs,
+gradients and buffers of the converted model are compared with one process, module by module. Then
+it trains for a few steps on pictures of which each worker has some rows. The loss is the same on
+any number of workers.
 
     python examples/check.py
     tessel run -n 4 examples/check.py --size 64 --steps 60 --output cleaned.png
@@ -24,7 +24,7 @@ from tessel import viz
 
 
 class UNet(nn.Module):
-    """Down and up again, with one way across: plain torch, which knows nothing of workers."""
+    """Down and up again, with one skip connection: plain torch, which knows nothing of workers."""
 
     def __init__(self, width: int = 6, dropout: float = 0.1) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class UNet(nn.Module):
 
 
 class Careless(nn.Module):
-    """A block that takes its part for the whole: its neighbours are those of one worker."""
+    """A block that mistakes its part for the whole: it reads only neighbours of one worker."""
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, tessel.Tensor):
@@ -72,7 +72,7 @@ def pictures(count: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def step(model: nn.Module, noisy: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model makes of noisy pictures, and its loss, whose gradients are computed."""
+    """Clean noisy pictures and compute gradients; return the output and the loss."""
     cleaned = model(noisy)
     loss = F.mse_loss(cleaned, clean)
     loss.backward()
@@ -80,7 +80,7 @@ def step(model: nn.Module, noisy: Tensor, clean: Tensor) -> tuple[Tensor, Tensor
 
 
 def draw(noisy: Tensor, cleaned: tessel.Tensor, clean: Tensor, path: Path) -> None:
-    """Save the first picture before, after and without noise, and who has which part of it."""
+    """Save the first picture before and after cleaning and without noise, with workers' parts."""
     whole = cleaned.full().detach()  # all workers take part
     if tessel.world().rank != 0:
         return

@@ -1,9 +1,9 @@
-"""A classifier with 100,000 classes, whose head lies in shards on all workers.
+"""A classifier with 100,000 classes, whose head is split into shards on all workers.
 
-A sample is the number of its class in ones and zeros, with noise. A small network, the same on all
-workers, makes features of it; the head gives a logit for each class. Of the head, its gradient and
-its momentum each worker has the part of its classes only, and of the logits, too: memory falls as
-one over the number of workers. The loss is the same on any number of them.
+A sample is the binary number of its class, with noise. A small network, the same on all workers,
+computes its features; the head computes a logit for each class. Each worker has only the part of
+its classes of the head, its gradient and momentum, and the logits: memory is inversely proportional
+to the number of workers. The loss is the same on any number of them.
 
     python examples/classes.py
     tessel run -n 4 examples/classes.py --output loss.png
@@ -31,7 +31,7 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and how."""
+    """The settings of the training."""
 
     classes: int = 100_000
     features: int = 64
@@ -41,12 +41,12 @@ class Settings:
     rate: float = 0.5
     seed: int = 0
     dtype: torch.dtype = torch.float32
-    is_split: bool = True  # else torch's own layers, for one process
+    is_split: bool = True  # else torch's own layers, in one process
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes that a worker has of the head: its parameters, gradients, momentum, and logits."""
+    """The bytes of the head on a worker: its parameters, gradients, momentum and logits."""
 
     parameters: int
     gradients: int
@@ -56,7 +56,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Report:
-    """How training went: the loss of each step, and what each worker holds of the head."""
+    """The result of training: the loss of each step, and each worker's memory of the head."""
 
     losses: list[float]
     holdings: list[Holding]
@@ -64,7 +64,7 @@ class Report:
 
 
 class Classifier(nn.Module):
-    """Features that every worker computes, a head of which each has its classes, and the loss."""
+    """Features that every worker computes, a head whose classes are split, and the loss."""
 
     def __init__(self, num_inputs: int, settings: Settings) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class Classifier(nn.Module):
             self.measure = nn.CrossEntropyLoss()
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits, of this worker's classes, and the loss, which every worker has."""
+        """Return the logits of this worker's classes, and the loss, which every worker has."""
         logits = self.head(self.body(x))
         return logits, self.measure(logits, target)
 
 
 def make_data(settings: Settings) -> tuple[Tensor, Tensor]:
-    """Some classes, and noisy inputs from which they can be told: the same on all workers."""
+    """Some classes, and noisy inputs that identify them: the same on all workers."""
     draw = torch.Generator().manual_seed(settings.seed)
     target = torch.randint(settings.classes, (settings.samples,), generator=draw)
     digits = torch.arange((settings.classes - 1).bit_length())
@@ -101,13 +101,13 @@ def make_data(settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def make_model(num_inputs: int, settings: Settings) -> Classifier:
-    """A new classifier: its values depend on the seed alone, not on the number of workers."""
+    """A new classifier, whose values depend only on the seed, not on the number of workers."""
     torch.manual_seed(settings.seed)
     return Classifier(num_inputs, settings).to(settings.dtype)
 
 
 def step(model: Classifier, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits, of this worker's classes, and the loss, whose gradients are computed."""
+    """Compute logits of this worker's classes, the loss, and its gradients."""
     logits, loss = model(x, target)  # (batch, classes of this worker)
     loss.backward()
     return logits, loss
@@ -136,7 +136,7 @@ def train(settings: Settings, is_shown: bool = False) -> Report:
 
 
 def holdings(head: nn.Module, optimizer: torch.optim.Optimizer, logits: Tensor) -> list[Holding]:
-    """What each worker holds of the head."""
+    """The memory of the head on each worker."""
     parameters = list(head.parameters())
     mine = [
         sum(each.nbytes for each in parameters),
@@ -149,7 +149,7 @@ def holdings(head: nn.Module, optimizer: torch.optim.Optimizer, logits: Tensor) 
 
 
 def table(report: Report) -> Table:
-    """The bytes of every worker, and of a head that is not split."""
+    """A table of the bytes of every worker, and of a head that is not split."""
     title = f"bytes of the head; {report.whole} of parameters in all"
     found = Table("worker", title=title)
     for heading in ("parameters", "of the whole", "gradients", "momentum", "logits"):
@@ -165,7 +165,7 @@ def table(report: Report) -> Table:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Save a picture of the loss, and of what each worker holds of the head."""
+    """Save a picture of the loss, and of each worker's memory of the head."""
     figure = viz.new_figure(10, 3.4)
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.3})
     left.plot(report.losses, color=viz.colour(0))
@@ -185,7 +185,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What the user asks for."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description="Train a classifier whose head is split.")
     parser.add_argument("--classes", type=int, default=Settings.classes)
     parser.add_argument("--features", type=int, default=Settings.features)

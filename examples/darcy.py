@@ -1,8 +1,8 @@
 """Darcy flow: a Fourier neural operator learns the pressure in a porous medium.
 
-The data are made here. A random permeability a(x, y) is drawn, and a short solver finds the
+The data are generated here. A random permeability a(x, y) is drawn, and a short solver computes the
 pressure u with -∇·(a ∇u) = 1 on the unit square, zero at its border. The model learns the map from
-a to u. It is trained on as many workers as asked for, each of which has a slab of all tensors; the
+a to u. It is trained on the given number of workers, each of which has a slab of all tensors; the
 loss is the same on any number of them.
 
     python examples/darcy.py --workers 4
@@ -35,7 +35,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and on what."""
+    """The settings of the training and its data."""
 
     points: int = 32  # along each side
     num_train: int = 320
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Curves:
-    """How training went: the mean loss and the test error of each epoch, and an example."""
+    """The result of training: the mean loss and the test error of each epoch, and an example."""
 
     workers: int
     losses: list[float]
@@ -76,8 +76,8 @@ def permeability(count: int, points: int, generator: torch.Generator) -> Tensor:
 def pressure(a: Tensor, tolerance: float = 1e-8) -> Tensor:
     """The solution u of -∇·(a ∇u) = 1 with u = 0 at the border, by conjugate gradients.
 
-    Finite volumes: what flows through a face is the difference of its two cells, times the mean of
-    their permeabilities. At the border the difference is to zero, over half a cell.
+    Finite volumes: the flow through a face is the difference of its two cells, times the mean of
+    their permeabilities. At the border it is the difference from zero, over half a cell.
     """
     u = torch.zeros_like(a)
     residual = torch.ones_like(a)
@@ -95,7 +95,7 @@ def pressure(a: Tensor, tolerance: float = 1e-8) -> Tensor:
 
 
 def outflow(a: Tensor, u: Tensor) -> Tensor:
-    """What flows out of each cell, -∇·(a ∇u), for a square of side one."""
+    """The flow out of each cell, -∇·(a ∇u), for a square of side one."""
     total = torch.zeros_like(u)
     for dim in (1, 2):
         n = u.shape[dim]
@@ -112,7 +112,7 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def make_data(settings: Settings) -> tuple[Tensor, Tensor]:
-    """Inputs (log a, x, y) and solutions u, both near one in size: (sample, channel, x, y)."""
+    """Inputs (log a, x, y) and solutions u, both of order one: (sample, channel, x, y)."""
     generator = torch.Generator().manual_seed(settings.seed)
     a = permeability(settings.num_train + settings.num_test, settings.points, generator)
     u = pressure(a)[:, None]
@@ -127,10 +127,10 @@ def make_data(settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 class RelativeError:
-    """The mean over samples of |u - v| / |v|, of tensors that lie in slabs.
+    """The mean over samples of |u - v| / |v|, for tensors in slabs.
 
-    Each worker sums over its slab; `ParReduce` makes the sum of all a value that every worker may
-    derive.
+    Each worker sums over its slab; `ParReduce` turns the sums of all into a value that every worker
+    may differentiate.
     """
 
     def __init__(self, workers: Partition, dtype: torch.dtype) -> None:
@@ -143,13 +143,13 @@ class RelativeError:
 
 
 def make_model(P_x: Partition, settings: Settings, dtype: torch.dtype) -> FNO:
-    """A new model on some workers: its values depend on the seed alone, not on their number."""
+    """A new model on some workers, whose values depend only on the seed, not on their number."""
     torch.manual_seed(settings.seed)
     return FNO(P_x, 3, 1, settings.width, settings.modes, settings.blocks, dtype=dtype)
 
 
 def step(model: FNO, error: RelativeError, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model makes of inputs, and its error, whose gradients are computed."""
+    """Predict, and compute gradients of the error; return the prediction and the error."""
     predicted = model(x)
     loss = error(predicted, u)
     loss.backward()
@@ -161,7 +161,7 @@ def train(settings: Settings) -> Curves:
     begin = time.perf_counter()
     workers = tessel.world()
     P_x = workers.create_cartesian_topology_partition([1, 1, workers.size, 1])
-    inputs, solutions = make_data(settings)  # the same on all workers: each takes its slab
+    inputs, solutions = make_data(settings)  # the same on all workers; each takes its slab
     x = Layout.balanced(P_x, inputs.shape).local_part(inputs)
     u = Layout.balanced(P_x, solutions.shape).local_part(solutions)
 
@@ -196,7 +196,7 @@ def train(settings: Settings) -> Curves:
 def progress(
     epochs: Iterable[int], workers: Partition, losses: list[float], errors: list[float]
 ) -> Iterator[int]:
-    """The epochs, with a bar that the first worker shows."""
+    """Iterate over the epochs, with a progress bar on the first worker."""
     text = TextColumn("loss {task.fields[loss]:.4f}, test error {task.fields[error]:.2%}")
     title = TextColumn("{task.description} epoch {task.completed}/{task.total}")
     quiet = workers.rank != 0
@@ -215,11 +215,11 @@ def progress(
 
 
 def draw_curves(runs: Sequence[Curves], path: Path) -> None:
-    """Loss and test error over the epochs, for each number of workers."""
+    """Save a picture of loss and test error over the epochs, for each number of workers."""
     figure = viz.new_figure(7, 4)
     ax = figure.subplots()
     for number, run in enumerate(runs):
-        below = number < len(runs) - 1  # a thick line, that of the next lies on it
+        below = number < len(runs) - 1  # a thick line, below that of the next run
         style: dict[str, Any] = {"color": viz.colour(number), "linewidth": 5.0 if below else 1.5}
         epochs = range(1, len(run.losses) + 1)
         name = f"{run.workers} worker{'s' if run.workers > 1 else ''}"
@@ -234,7 +234,7 @@ def draw_curves(runs: Sequence[Curves], path: Path) -> None:
 
 
 def draw_example(run: Curves, path: Path) -> None:
-    """A permeability that the model has not seen, its pressure, the prediction, the difference."""
+    """Save a picture of a test permeability, its pressure, the prediction and the difference."""
     a, u, predicted = run.example
     pictures = {
         "permeability a": a,
@@ -261,7 +261,7 @@ def draw_example(run: Curves, path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What the user asks for."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description="Train a Fourier neural operator on Darcy flow.")
     numbers = "numbers of workers; the model is trained once for each"
     parser.add_argument("--workers", type=int, nargs="+", default=[1], help=numbers)
@@ -273,7 +273,7 @@ def arguments() -> argparse.Namespace:
 
 
 def report(runs: Sequence[Curves], folder: Path) -> None:
-    """Say how it went, and save the pictures."""
+    """Print the results, and save the pictures."""
     for run in runs:
         console.print(
             f"{run.workers} worker{'s' if run.workers > 1 else ''}: test error "

@@ -1,11 +1,11 @@
-"""A picture that was blurred in three ways and is noisy is reconstructed by plug-and-play.
+"""Reconstruct a picture from three noisy, blurred measurements by plug-and-play.
 
-The picture is made here. Three blurs, their measurements and the patches of the denoiser are spread
-over all workers; with --parts, the picture itself is, too, and workers exchange halos. The PSNR of
-each iteration is the same on any number of workers.
+The picture is generated here. Three blurs, their measurements and the patches of the denoiser are
+distributed over all workers; with --parts, so is the picture itself, and workers exchange halos.
+The PSNR of each iteration is the same on any number of workers.
 
 Blurs and denoiser are a few lines of torch; with --deepinv they are those of deepinv, which
-`pip install 'tessel[imaging]'` brings along. Any object with `A` and `A_adjoint` will do.
+`pip install 'tessel[imaging]'` installs. Any object with `A` and `A_adjoint` will do.
 
     python examples/deblur.py
     tessel run -n 4 examples/deblur.py --size 512 --parts 2 2
@@ -36,13 +36,13 @@ from tessel.imaging import (
     solvers,
 )
 
-WIDTHS = ((1.0, 1.0, 0.0), (2.0, 2.0, 0.0), (1.2, 2.4, 0.6))  # standard deviations, and an angle
+WIDTHS = ((1.0, 1.0, 0.0), (2.0, 2.0, 0.0), (1.2, 2.4, 0.6))  # standard deviations and an angle
 RADIUS = 4  # of the filters
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is reconstructed, and how."""
+    """The settings of the picture and its reconstruction."""
 
     size: int = 128
     iterations: int = 10
@@ -50,14 +50,14 @@ class Settings:
     noise: float = 0.03
     seed: int = 42
     patch: int = 64
-    parts: tuple[int, int] | None = None  # the grid on which the picture lies; None for whole
+    parts: tuple[int, int] | None = None  # the grid that splits the picture; None for none
     dtype: torch.dtype = torch.float32
     deepinv: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """How it went: the PSNR of the first measurement and of each iteration, and pictures."""
+    """The result: the PSNR of the first measurement and of each iteration, and pictures."""
 
     rank: int
     workers: int
@@ -80,11 +80,11 @@ class Blur:
         self.filter = filter
 
     def A(self, x: Tensor) -> Tensor:
-        """The blurred picture."""
+        """Blur a picture."""
         return self.filtered(x, self.filter.flip(-2, -1))
 
     def A_adjoint(self, y: Tensor) -> Tensor:
-        """What the adjoint makes of a blurred picture."""
+        """Apply the adjoint to a blurred picture."""
         return self.filtered(y, self.filter)
 
     def filtered(self, x: Tensor, kernel: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Median:
     """The median of each pixel and its eight neighbours, as a denoiser."""
 
     def prox(self, x: Tensor) -> Tensor:
-        """The picture with less noise."""
+        """Denoise a picture."""
         wide = F.pad(x, (1, 1, 1, 1), mode="replicate")
         near = wide.unfold(2, 3, 1).unfold(3, 3, 1).flatten(-2)
         return near.median(dim=-1).values
@@ -136,7 +136,7 @@ def physics(settings: Settings, number: int) -> Any:
 
 
 def measurement(settings: Settings, number: int) -> Tensor:
-    """What is measured: the noise depends on the seed and the number of the measurement alone."""
+    """A measurement, whose noise depends only on the seed and its number."""
     clean = picture(settings)
     draw = torch.Generator().manual_seed(settings.seed + number)
     noise = torch.randn(clean.shape, dtype=torch.float64, generator=draw).to(settings.dtype)
@@ -145,14 +145,14 @@ def measurement(settings: Settings, number: int) -> Tensor:
 
 
 def problem(settings: Settings) -> tuple[list[Any], list[Tensor]]:
-    """All blurs, and what is measured of each."""
+    """All blurs, and the measurement of each."""
     numbers = range(len(WIDTHS))
     blurs = [physics(settings, number) for number in numbers]
     return blurs, [measurement(settings, number) for number in numbers]
 
 
 def denoiser(settings: Settings) -> tuple[Any, dict[str, float]]:
-    """The prior, and what its prox is told besides the picture."""
+    """The prior, and the arguments of its prox besides the picture."""
     if not settings.deepinv:
         return Median(), {}
     from deepinv.models import MedianFilter  # DRUNet(pretrained="download") is better
@@ -162,7 +162,7 @@ def denoiser(settings: Settings) -> tuple[Any, dict[str, float]]:
 
 
 def in_plain_torch(settings: Settings) -> Tensor:
-    """The reconstruction in one process: what any number of workers has to compute, too."""
+    """The reconstruction in one process, which any number of workers must reproduce."""
     blurs, measured = problem(settings)
     x = torch.zeros_like(measured[0])
     for _ in range(settings.iterations):
@@ -173,7 +173,7 @@ def in_plain_torch(settings: Settings) -> Tensor:
 def iterate_in_plain_torch(
     x: Tensor, blurs: Sequence[Any], measured: Sequence[Tensor], settings: Settings
 ) -> Tensor:
-    """One iteration: a step down the mean of the gradients, and the denoiser."""
+    """One iteration: a step against the mean of the gradients, and the denoiser."""
     gradients = [b.A_adjoint(b.A(x) - y) for b, y in zip(blurs, measured, strict=True)]
     prior, told = denoiser(settings)
     denoised: Tensor = prior.prox(x - settings.lr * sum(gradients) / len(blurs), **told)
@@ -184,11 +184,11 @@ def iterate_in_plain_torch(
 
 
 def make_bundle(ctx: DistributedContext, settings: Settings) -> Any:
-    """The blurs, measurements and patches that this worker has, and the picture."""
+    """The blurs, measurements and patches of this worker, and the picture."""
     prior, _ = denoiser(settings)
     return make_distrib_bundle(
         ctx,
-        factory_config=FactoryConfig(  # called for what this worker has
+        factory_config=FactoryConfig(  # called for the operators of this worker
             physics=lambda number, device, shared: physics(settings, number),
             measurements=lambda number, device, shared: measurement(settings, number),
             num_operators=len(WIDTHS),
@@ -207,7 +207,7 @@ def reconstruct(
     settings: Settings,
     each: Callable[[int, float], None] | None = None,
 ) -> Result:
-    """Reconstruct the picture on all workers; `each` is told the PSNR of each iteration."""
+    """Reconstruct the picture on all workers; `each` is called with the PSNR of each iteration."""
     clean, measured = picture(settings), measurement(settings, 0)
     signal = bundle.signal
     measure = solvers.PSNR(signal.layout.local_part(clean), signal.layout)
@@ -227,7 +227,7 @@ def reconstruct(
 
 
 def run(settings: Settings, each: Callable[[int, float], None] | None = None) -> Result:
-    """All of it, on all workers of the job."""
+    """Run everything, on all workers of the job."""
     with DistributedContext(seed=settings.seed, device_mode="cpu") as ctx:
         return reconstruct(ctx, make_bundle(ctx, settings), settings, each)
 
@@ -243,7 +243,7 @@ def show(iteration: int, psnr: float) -> None:
 
 
 def draw(result: Result, path: Path, dpi: int = 55) -> None:
-    """Save what was measured, the reconstruction and the truth side by side."""
+    """Save the measurement, the reconstruction and the truth side by side."""
     pictures = {
         f"measured, {result.psnr[0]:.1f} dB": result.measured,
         f"reconstructed, {result.psnr[-1]:.1f} dB": result.reconstruction,
@@ -258,7 +258,7 @@ def draw(result: Result, path: Path, dpi: int = 55) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What the user asks for."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description="Reconstruct a blurred, noisy picture.")
     parser.add_argument("--size", type=int, default=Settings.size, help="of the picture's sides")
     parser.add_argument("--iterations", type=int, default=Settings.iterations)

@@ -1,8 +1,8 @@
-"""A small GPT whose weights lie in shards on all workers, and which learns to write sentences.
+"""A small GPT, with its weights in shards on all workers, that learns to write sentences.
 
-The text is made here, or read from a file. The heads of attention, the inner features of the
+The text is generated here, or read from a file. The attention heads, the inner features of the
 perceptrons and the characters of embedding, head and loss are split over the workers; each block
-costs two all-reduces forward and two backward. The loss is the same on any number of workers.
+needs two all-reduces forward and two backward. The loss is the same on any number of workers.
 
     python examples/gpt.py
     tessel run -n 4 examples/gpt.py --steps 100 --output loss.png
@@ -29,12 +29,12 @@ from tessel.nn import ParallelCrossEntropyLoss, ParallelEmbedding, ParallelLinea
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and how."""
+    """The settings of the model and its training."""
 
     dim: int = 64
     heads: int = 4
     blocks: int = 2
-    length: int = 64  # of the text that the model sees at once
+    length: int = 64  # characters that the model sees at once
     batch: int = 16
     steps: int = 300
     rate: float = 3e-3
@@ -44,12 +44,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Curve:
-    """How training went on one worker: the loss of each step, and what the model writes then."""
+    """The result of training on one worker: the loss of each step, and text by the model."""
 
     workers: int
     losses: list[float]
     written: str
-    num_parameters: tuple[int, int]  # of the model, and on this worker
+    num_parameters: tuple[int, int]  # of the whole model, and on this worker
     seconds: float
 
 
@@ -87,7 +87,7 @@ class Attention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.size = dim // heads
-        # outputs in the order (head, which of q, k and v, feature): a shard is whole heads
+        # outputs in the order (head, q or k or v, feature): a shard consists of whole heads
         self.qkv = ParallelLinear(dim, 3 * dim, bias=False, dim=-1)
         self.out = ParallelLinear(dim, dim, dim=0)
 
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, and a perceptron whose inner features are split."""
+    """Attention and a perceptron, whose inner features are split."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters to logits of the next one: a shard of the characters on each worker."""
+    """Maps characters to logits of the next one, for a shard of the characters on each worker."""
 
     def __init__(self, num_tokens: int, settings: Settings) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class GPT(nn.Module):
 
 
 def train(settings: Settings, text: str, is_shown: bool = False) -> Curve:
-    """Train a model on all workers of the job, and let it write."""
+    """Train a model on all workers of the job, and let it write some text."""
     begin = time.perf_counter()
     letters = sorted(set(text))
     numbers = {letter: number for number, letter in enumerate(letters)}
@@ -177,19 +177,19 @@ def train(settings: Settings, text: str, is_shown: bool = False) -> Curve:
 
 @torch.no_grad()
 def write(model: GPT, begin: list[int], seed: int, count: int = 160) -> list[int]:
-    """Go on with a text, character by character, as every worker does alike."""
+    """Continue a text, character by character, in the same way on every worker."""
     draw = torch.Generator().manual_seed(seed)
     ids = list(begin)
     for _ in range(count):
         logits = model(torch.tensor([ids[-len(begin) :]]))
-        whole = tessel.distributed.gather(logits)  # those of all characters, on every worker
-        chances = (2 * whole[0, -1]).softmax(0)  # rather the likely ones
+        whole = tessel.distributed.gather(logits)  # for all characters, on every worker
+        chances = (2 * whole[0, -1]).softmax(0)  # prefers likely characters
         ids.append(int(torch.multinomial(chances, 1, generator=draw)))
     return ids[len(begin) :]
 
 
 def sizes(model: nn.Module) -> tuple[int, int]:
-    """The numbers of parameters of the whole model, and of this worker."""
+    """The number of parameters of the whole model, and of this worker."""
     mine = sum(each.numel() for each in model.parameters())
     shards = sum(
         each.numel()
@@ -206,7 +206,7 @@ console = Console(highlight=False)
 
 
 def shown_steps(steps: int) -> list[int]:
-    """Some twenty of them, the first and the last among them."""
+    """Some twenty steps, including the first and the last."""
     return sorted({round(k * (steps - 1) / 20) for k in range(21)})
 
 
@@ -217,7 +217,7 @@ def show(step: int, losses: list[float]) -> None:
 
 
 def draw(curve: Curve, path: Path) -> None:
-    """Save a picture of the loss, and what the model writes."""
+    """Save a picture of the loss, and the text of the model."""
     figure = viz.new_figure(10, 3.4)
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.15})
     left.plot(curve.losses, color=viz.colour(0))
@@ -230,7 +230,7 @@ def draw(curve: Curve, path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What the user asks for."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT whose weights are split.")
     parser.add_argument("--text", type=Path, help="a file to learn from; else a text is made")
     parser.add_argument("--steps", type=int, default=Settings.steps)
@@ -248,7 +248,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     asked = vars(arguments())
     path, output = asked.pop("text"), asked.pop("output")
-    torch.set_num_threads(asked.pop("threads"))  # one is enough: the tensors are small
+    torch.set_num_threads(asked.pop("threads"))  # one by default, since tensors are small
     settings = Settings(**asked)
     text = make_text(2000, settings.seed) if path is None else path.read_text()
     curve = train(settings, text, is_shown=True)

@@ -1,9 +1,9 @@
 """Train the U-Net of `accelerate_unet.py` with a Trainer of Lightning.
 
 The strategy "ddp" wraps the model by `DistributedDataParallel` over all workers, whose mean of the
-gradients is one over the copies of the model. Lightning must not deal out samples to workers
-(`use_distributed_sampler=False`): those of one copy take the same batch, and each has some rows of
-its images. The losses are those of one process.
+gradients is the mean over the copies of the model. Lightning must not assign samples to workers
+(`use_distributed_sampler=False`): the workers of one copy take the same batch, and each has some
+rows of its images. The losses are those of one process.
 
     pip install lightning
     python examples/lightning_unet.py
@@ -24,11 +24,11 @@ from tessel.examples.accelerate_unet import UNet, images, main, own_part, replic
 
 
 def train(number: int, batch: int, epochs: int) -> list[float]:
-    """The losses of all steps, each of which takes `batch` images in all."""
+    """Train, and return the losses of all steps, each of which takes `batch` images in all."""
     import lightning
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-    P = tessel.world()  # first: Lightning takes the process group that it finds
+    P = tessel.world()  # first, since Lightning uses an existing process group
     torch.manual_seed(0)
     rows = replicas(number)
     place = next(k for k, each in enumerate(rows) if each.active)
@@ -52,9 +52,9 @@ def train(number: int, batch: int, epochs: int) -> list[float]:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     data = images()
-    sampler: Any = DistributedSampler(data, number, place, shuffle=False)  # of copies, not workers
+    sampler: Any = DistributedSampler(data, number, place, shuffle=False)  # by copy, not worker
     settings: dict[str, Any] = {}
-    if P.size > 1:  # the variables of torchrun, which tessel sets under every launcher
+    if P.size > 1:  # torchrun's variables, which Tessel sets under every launcher
         here = int(os.environ["LOCAL_WORLD_SIZE"])
         settings = {"strategy": "ddp", "plugins": [TorchElasticEnvironment()]}
         settings |= {"devices": here, "num_nodes": P.size // here}

@@ -1,9 +1,10 @@
 """Train a language model on a sequence that does not fit on one worker.
 
-A Llama of Hugging Face's transformers, in which nobody has thought of workers, reads a long text of
-which each worker has some tokens: `distribute_module(llama, grid)`, then `llama(ids, labels=ids)`.
-Keys and values travel from worker to worker, so that every token sees all tokens before it, and
-nobody ever holds the scores of all pairs. The losses are those of one process, which trains beside.
+A Llama of Hugging Face's transformers, written without workers in mind, reads a long text of which
+each worker has some tokens: `distribute_module(llama, grid)`, then `llama(ids, labels=ids)`. Keys
+and values are passed from worker to worker, so that every token sees all tokens before it, and no
+worker ever stores the scores of all pairs. The losses are those of one process, which trains as
+well for comparison.
 
 Weights are random, or read from a folder that `save_pretrained` wrote.
 
@@ -31,14 +32,14 @@ from tessel.testing import count_memory, count_traffic
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and on what.
+    """The settings of the training and its data.
 
     Attributes:
-        length: of the sequence, in tokens.
-        steps: of training; each reads the next stretch of the text.
-        width: features of a token.
-        layers: of the model.
-        rate: of learning.
+        length: the length of the sequence, in tokens.
+        steps: the number of training steps; each reads the next stretch of the text.
+        width: the number of features of a token.
+        layers: the number of layers of the model.
+        rate: the learning rate.
         weights: a folder with a model, instead of a random one.
     """
 
@@ -52,12 +53,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trained:
-    """How it went.
+    """The result of training.
 
     Attributes:
-        losses: before each step.
-        peak: the largest memory of tensors that a step makes, on each worker, in bytes.
-        sent: what each worker sends in a step, in bytes.
+        losses: the loss before each step.
+        peak: the peak memory of tensors that a step creates, on each worker, in bytes.
+        sent: the bytes that each worker sends in a step.
     """
 
     losses: list[float]
@@ -66,12 +67,12 @@ class Trained:
 
 
 def language_model(settings: Settings) -> Any:
-    """A Llama of transformers, with weights of a folder, or random ones."""
+    """A Llama of transformers, with weights from a folder, or random ones."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if settings.weights is not None:
         return LlamaForCausalLM.from_pretrained(settings.weights)
-    torch.manual_seed(0)  # all workers make the same one
+    torch.manual_seed(0)  # the same model on all workers
     width = settings.width
     return LlamaForCausalLM(
         LlamaConfig(
@@ -87,7 +88,7 @@ def language_model(settings: Settings) -> Any:
 
 
 def stretches(settings: Settings) -> list[Tensor]:
-    """One of the text for each step: (1, length) characters, as numbers."""
+    """A stretch of the text for each step: (1, length) characters, as numbers."""
     # a sentence has more than ten characters
     text = make_text(settings.length * settings.steps // 10 + 1, seed=1)
     numbers = torch.tensor(list(text.encode()), dtype=torch.long)
@@ -95,7 +96,7 @@ def stretches(settings: Settings) -> list[Tensor]:
 
 
 def train(model: Any, batches: Sequence[Tensor], rate: float) -> tuple[list[float], int, int]:
-    """Plain torch, for plain tensors and for spread ones: losses, peak memory and bytes sent."""
+    """Train in plain torch, with plain or spread tensors: losses, peak memory and bytes sent."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     losses = []
     for ids in batches:
@@ -105,17 +106,17 @@ def train(model: Any, batches: Sequence[Tensor], rate: float) -> tuple[list[floa
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, memory.peak, traffic.bytes_sent  # of the last step, as all are alike
+    return losses, memory.peak, traffic.bytes_sent  # of the last step, which is like the others
 
 
 def train_whole(settings: Settings) -> Trained:
-    """By one process."""
+    """Train in one process."""
     losses, peak, sent = train(language_model(settings), stretches(settings), settings.rate)
     return Trained(losses, [peak], [sent])
 
 
 def train_in_parts(settings: Settings) -> Trained:
-    """By all workers, of which each has some tokens of the sequence, in all layers."""
+    """Train on all workers, each of which has some tokens of the sequence in all layers."""
     P = tessel.world()
     grid = P.create_cartesian_topology_partition([1, P.size])  # batch, sequence
     model = tessel.nn.distribute_module(language_model(settings), grid)
@@ -127,7 +128,7 @@ def train_in_parts(settings: Settings) -> Trained:
 
 
 def draw(whole: Trained, parts: Trained, path: Path) -> None:
-    """Save a picture of the losses, and of the memory of workers."""
+    """Save a picture of the losses and the memory of workers."""
     figure = viz.new_figure(10, 3.4)
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.3})
     steps = range(len(whole.losses))

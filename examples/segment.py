@@ -1,12 +1,12 @@
-"""Train a segmentation model on one volume that no worker has whole.
+"""Train a segmentation model on one volume that no worker stores whole.
 
-A SwinUNETR of MONAI, in which nobody has thought of workers, learns to segment a volume in a file.
-Each worker reads its box of the file and nothing else (`tessel.data`), and trains on that:
+A SwinUNETR of MONAI, written without workers in mind, learns to segment a volume in a file. Each
+worker reads only its box of the file (`tessel.data`), and trains on it:
 `distribute_module(model, grid)`, then a plain training loop. Windows of attention, convolutions and
-norms reach across the boxes, so the losses are those of one process, which trains beside unless
-`--parts-only` says that the volume is too large for it.
+norms reach across the boxes, so the losses are those of one process, which trains as well for
+comparison, unless `--parts-only` is given because the volume is too large for it.
 
-The volume is made, or read from two files of numpy: the values, and a class for each of them.
+The volume is generated, or read from two files of numpy: the values, and a class for each of them.
 
     pip install monai
     python examples/segment.py
@@ -37,14 +37,15 @@ CLASSES = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and on what.
+    """The settings of the training and its data.
 
     Attributes:
-        size: height, width and depth of a volume that is made: multiples of 32, one 64 or more.
-        steps: of training, all on the one volume.
-        width: features of a voxel.
-        rate: of learning.
-        dtype: of all values. In single precision, rounding makes losses differ after some steps.
+        size: height, width and depth of a generated volume: multiples of 32, one 64 or more.
+        steps: the number of training steps, all on the same volume.
+        width: the number of features of a voxel.
+        rate: the learning rate.
+        dtype: the dtype of all values. In single precision, rounding makes losses differ after some
+            steps.
     """
 
     size: tuple[int, int, int] = (64, 32, 32)
@@ -56,13 +57,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trained:
-    """How it went.
+    """The result of training.
 
     Attributes:
-        losses: before each step.
-        peak: the largest memory of tensors that a step makes, on each worker, in bytes.
-        sent: what each worker sends in a step, in bytes.
-        slices: through the middle of the volume, its labels and its segmentation.
+        losses: the loss before each step.
+        peak: the peak memory of tensors that a step creates, on each worker, in bytes.
+        sent: the bytes that each worker sends in a step.
+        slices: slices through the middle of the volume, its labels and its segmentation.
     """
 
     losses: list[float]
@@ -72,7 +73,7 @@ class Trained:
 
 
 def layer(size: tuple[int, int, int], number: int) -> tuple[Any, Any]:
-    """One layer of a volume: two bodies, one in the other, in noise; and their labels."""
+    """One layer of a volume: two bodies, one inside the other, with noise; and their labels."""
     rows, y, z = (np.linspace(-1, 1, length) for length in size)
     x, y = rows[number], y[:, None]
     outer = x**2 / 0.7 + y**2 / 0.5 + z**2 / 0.6 < 1
@@ -83,7 +84,7 @@ def layer(size: tuple[int, int, int], number: int) -> tuple[Any, Any]:
 
 
 def write_volume(folder: Path, size: tuple[int, int, int]) -> None:
-    """Layer by layer, so that a volume can be made that fits into no memory."""
+    """Write a volume layer by layer, so that it may be larger than memory."""
     open_memmap = np.lib.format.open_memmap
     values = open_memmap(folder / "values.npy", "w+", np.float32, size)
     labels = open_memmap(folder / "labels.npy", "w+", np.int64, size)
@@ -95,18 +96,18 @@ def write_volume(folder: Path, size: tuple[int, int, int]) -> None:
 
 @contextmanager
 def volume(settings: Settings) -> Iterator[tuple[Path, Path]]:
-    """The files of a volume that the first worker makes, and removes at the end."""
+    """The files of a volume that the first worker generates, and removes at the end."""
     P = tessel.world()
     with tempfile.TemporaryDirectory() as own:
         if P.rank == 0:
             write_volume(Path(own), settings.size)
         folder = Path(P.group.share_objects(own)[0])
         yield folder / "values.npy", folder / "labels.npy"
-        P.group.share_objects(None)  # it stays until everybody is done with it
+        P.group.share_objects(None)  # the files stay until all workers have finished
 
 
 def read_parts(files: tuple[Path, Path], grid: tessel.Partition) -> list[Tensor]:
-    """Values and labels, of which this worker reads its box: (1, 1, height, width, depth)."""
+    """Read this worker's box of values and labels: (1, 1, height, width, depth)."""
     sources = tuple(data.FromArrays([path]) for path in files)
     ((*volumes,),) = data.PartLoader(data.PartDataset(sources, grid))
     return [each[:, None] for each in volumes]
@@ -116,7 +117,7 @@ def segmenter(settings: Settings) -> Any:
     """A SwinUNETR of MONAI with random weights."""
     from monai.networks.nets import SwinUNETR
 
-    torch.manual_seed(0)  # all workers make the same one
+    torch.manual_seed(0)  # the same model on all workers
     made = SwinUNETR(
         in_channels=1,
         out_channels=CLASSES,
@@ -129,7 +130,7 @@ def segmenter(settings: Settings) -> Any:
 
 
 def train(model: Any, values: Tensor, labels: Tensor, settings: Settings) -> Trained:
-    """Plain torch and MONAI, for plain tensors and for spread ones."""
+    """Train in plain torch and MONAI, with plain or spread tensors."""
     from monai.losses import DiceCELoss
 
     values = values.to(settings.dtype)
@@ -152,26 +153,26 @@ def train(model: Any, values: Tensor, labels: Tensor, settings: Settings) -> Tra
 
 
 def train_whole(files: tuple[Path, Path], settings: Settings) -> Trained:
-    """By one process."""
+    """Train in one process."""
     values, labels = (torch.from_numpy(np.load(path))[None, None] for path in files)
     return train(segmenter(settings), values, labels, settings)
 
 
 def train_in_parts(files: tuple[Path, Path], settings: Settings) -> Trained:
-    """By all workers, of which each has some layers of the volume."""
+    """Train on all workers, each of which has some layers of the volume."""
     P = tessel.world()
     grid = P.create_cartesian_topology_partition([1, 1, P.size, 1, 1])
     model = tessel.nn.distribute_module(segmenter(settings), grid)
     values, labels = read_parts(files, grid)
     mine = train(model, values, labels, settings)
-    # each worker counts its own, and all are shown
+    # each worker counts only its own; all are printed
     told = P.group.share_objects((mine.peak[0], mine.sent[0]))
     peak, sent = ([pair[k] for pair in told] for k in range(2))
     return Trained(mine.losses, peak, sent, mine.slices)
 
 
 def draw(parts: Trained, path: Path) -> None:
-    """Save a picture of a slice, of which every worker has some rows, and its segmentation."""
+    """Save a picture of a slice, with the rows of each worker, and its segmentation."""
     figure = viz.new_figure(10, 3.6)
     axes = figure.subplots(1, 3)
     titles = "a slice, and who has it", "its labels", "the segmentation"
@@ -186,7 +187,7 @@ def draw(parts: Trained, path: Path) -> None:
 
 
 def report(parts: Trained, whole: Trained | None) -> None:
-    """Print the losses, and what they took."""
+    """Print the losses, memory and bytes sent."""
     for step, loss in enumerate(parts.losses):
         beside = "" if whole is None else f", in one process {whole.losses[step]:.4f}"
         print(f"step {step}: loss {loss:.4f}{beside}")

@@ -1,9 +1,9 @@
-"""Decode a picture, or a film, that does not fit on one worker: without tiles, without seams.
+"""Decode a picture or a film that does not fit on one worker, without tiles or seams.
 
-An autoencoder of diffusers, in which nobody has thought of workers, decodes a latent of which each
-worker has some rows: `distribute_module(vae, grid)`, then `vae.decode(z)`. Beside it one process
-decodes the whole, and does what diffusers offers where memory is short: it decodes tiles and blends
-them (`enable_tiling`). The parts are the whole picture, the tiles are not.
+An autoencoder of diffusers, written without workers in mind, decodes a latent of which each worker
+has some rows: `distribute_module(vae, grid)`, then `vae.decode(z)`. For comparison one process
+decodes the whole, and also tiles that it blends, as diffusers offers for scarce memory
+(`enable_tiling`). The parts agree with the whole picture, the tiles do not.
 
 Weights are random, or read from a folder that `save_pretrained` wrote.
 
@@ -31,12 +31,12 @@ from tessel.testing import count_memory, count_traffic
 
 @dataclass(frozen=True)
 class Decoded:
-    """A picture (1, channels, [frames,] height, width) and what it took.
+    """A picture (1, channels, [frames,] height, width), and the memory and bytes that it took.
 
     Attributes:
-        picture: all of it.
-        peak: the largest memory of tensors on each worker, in bytes.
-        sent: what each worker sent, in bytes.
+        picture: the whole picture.
+        peak: the peak memory of tensors on each worker, in bytes.
+        sent: the bytes that each worker sent.
     """
 
     picture: Tensor
@@ -45,13 +45,13 @@ class Decoded:
 
 
 def autoencoder(film: bool, folder: Path | None = None) -> Any:
-    """An autoencoder of diffusers in float64, with weights of a folder, or random ones."""
+    """An autoencoder of diffusers in float64, with weights from a folder, or random ones."""
     from diffusers import AutoencoderKL, AutoencoderKLWan
 
     kind = AutoencoderKLWan if film else AutoencoderKL
     if folder is not None:
         return kind.from_pretrained(folder, torch_dtype=torch.float64).eval()
-    torch.manual_seed(0)  # all workers make the same one
+    torch.manual_seed(0)  # the same model on all workers
     made: Any
     if film:
         made = AutoencoderKLWan(
@@ -90,17 +90,17 @@ def latent(vae: Any, size: int, film: bool) -> Tensor:
 
 
 def decode_whole(vae: Any, z: Tensor) -> Decoded:
-    """By one process."""
+    """Decode in one process."""
     with torch.no_grad(), count_memory() as memory:
         picture = vae.decode(z).sample
     return Decoded(picture, [memory.peak], [0])
 
 
 def decode_in_tiles(vae: Any, z: Tensor) -> Decoded:
-    """By one process that decodes tiles, half as large as the picture, and blends them."""
+    """Decode tiles, half as large as the picture, in one process, and blend them."""
     tiled = copy.deepcopy(vae)
     tiled.enable_tiling()
-    # diffusers names the sizes of tiles in two ways: in latents, and in pixels with a stride
+    # diffusers specifies the sizes of tiles in two ways: in latents, or in pixels with a stride
     if hasattr(tiled, "tile_latent_min_size"):
         scale = tiled.tile_sample_min_size // tiled.tile_latent_min_size
         tiled.tile_latent_min_size = z.shape[-1] // 2
@@ -114,7 +114,7 @@ def decode_in_tiles(vae: Any, z: Tensor) -> Decoded:
 
 
 def decode_in_parts(vae: Any, z: Tensor) -> Decoded:
-    """By all workers, of which each has some rows of the latent and of the picture."""
+    """Decode on all workers, each of which has some rows of the latent and of the picture."""
     P = tessel.world()
     grid = P.create_cartesian_topology_partition([1] * (z.dim() - 2) + [P.size, 1])
     spread: Any = tessel.nn.distribute_module(copy.deepcopy(vae), grid)
@@ -127,13 +127,13 @@ def decode_in_parts(vae: Any, z: Tensor) -> Decoded:
 
 
 def decibels(picture: Tensor, whole: Tensor) -> float:
-    """How near a picture is to the whole one, relative to its range."""
+    """The accuracy of a picture compared with the whole one, relative to its range."""
     error = (picture - whole).square().mean().sqrt()
     return float(20 * torch.log10((whole.max() - whole.min()) / error))
 
 
 def draw(ways: dict[str, Decoded], path: Path) -> None:
-    """Save the pictures, and what is different from the whole one."""
+    """Save the pictures, and their differences from the whole one."""
     figure = viz.new_figure(3.2 * len(ways), 6.2)
     axes = figure.subplots(2, len(ways), squeeze=False)
     whole = ways["whole"].picture
@@ -142,7 +142,7 @@ def draw(ways: dict[str, Decoded], path: Path) -> None:
         shown = {name: each.picture, f"{name} − whole": each.picture - whole}
         for row, (title, values) in enumerate(shown.items()):
             image = values[0].mean(0)  # over colours
-            image = image[-1] if image.dim() == 3 else image  # the last of a film's
+            image = image[-1] if image.dim() == 3 else image  # the last frame of a film
             ax = axes[row][column]
             limits = (low, high) if row == 0 else (0.3 * (low - high), 0.3 * (high - low))
             ax.imshow(image, cmap="gray" if row == 0 else "RdBu", vmin=limits[0], vmax=limits[1])

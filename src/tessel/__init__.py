@@ -8,8 +8,8 @@ import importlib as _importlib
 import sys as _sys
 from typing import Any as _Any
 
-# First of all: the kernel imports `transport`, which imports `core.boxes`. If something imported
-# `transport` before, the kernel would find it half made.
+# First: the kernel imports `transport`, which imports `core.boxes`. If `transport` were imported
+# before, the kernel would find it partially initialized.
 from tessel import core as core
 from tessel import data as data
 from tessel import distributed as distributed
@@ -80,13 +80,13 @@ from tessel.tensor import zeros as zeros
 from tessel.tracing import trace as trace
 from tessel.version import __version__ as __version__
 
-# The kernel's modules were in this package before `core`. Code that imports them from here, and
-# files of `torch.save`, which names classes by their modules, still find them.
+# The kernel's modules were in this package before `core` existed. Code that imports them from here
+# and files of `torch.save`, which name classes by their modules, still find them.
 for _name in ("boxes", "windows", "partition", "layout", "plan", "move", "linop", "agreement"):
     _module = _importlib.import_module(f"tessel.core.{_name}")
     globals()[_name] = _sys.modules[f"tessel.{_name}"] = _module
 
-# Names that documents have in `nn`, for what works on whole models and stands above it.
+# Names that are documented in `nn`, but belong to a higher layer, for whole models.
 for _name in (
     *("ParallelGradScaler", "clip_grad_norm_", "collect_state_dict", "relocate_state_dict"),
     *("collect_optimizer_state_dict", "relocate_optimizer_state_dict"),
@@ -96,10 +96,10 @@ for _name in (
 
 
 def __getattr__(name: str) -> _Any:
-    """What opt_einsum looks for in the package of a tensor's class; no names of Tessel's own."""
+    """The functions that opt_einsum looks up in the package of a tensor's class; not public."""
     if name in ("einsum", "tensordot", "transpose"):
         return getattr(_contractions, name)
     raise AttributeError(f"module 'tessel' has no attribute {name!r}")
 
 
-slice = _slices  # bound here alone, so that no module of the package loses the builtin
+slice = _slices  # bound only here, so that no module of the package loses the builtin

@@ -1,11 +1,11 @@
-"""Encoding: values as bytes in a fixed form, which can say nothing but values.
+"""Encoding: values as bytes in a fixed form that can contain nothing but values.
 
-Workers send each other their values in it, and checkpoints keep theirs in it. Unlike a pickle it
-names no functions to be called: whoever decodes bytes of a stranger gets values, or `ValueError`.
+Workers exchange values in this form, and checkpoints store theirs in it. Unlike a pickle it names
+no functions to call: decoding untrusted bytes returns values, or raises `ValueError`.
 
-A value is one byte for its kind and what follows from that: numbers have eight bytes, or a length
-and digits; everything with a length says it first. Named tuples and dataclasses travel if their
-class was registered with `encodable`: both sides know it by name.
+A value is one byte for its kind, followed by its content: numbers have eight bytes, or a length and
+digits; everything of variable length begins with the length. Named tuples and dataclasses can be
+encoded if their class was registered with `encodable`: both sides know it by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 C = TypeVar("C", bound=type)
-MAX_DEPTH = 64  # of containers in containers; Python's own stack ends later
+MAX_DEPTH = 64  # of nested containers, well below the limit of Python's stack
 _LENGTH = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
@@ -55,7 +55,7 @@ def encodable(cls: C) -> C:
 
 
 def encode(value: Any) -> bytes:
-    """A value as bytes; TypeError if there is something in it that has no form.
+    """Encode a value as bytes; TypeError if something in it cannot be encoded.
 
     >>> from tessel.encoding import decode, encode
     >>> decode(encode({"shape": (3, 4), "scale": 0.5}))
@@ -67,7 +67,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The value that was encoded; ValueError if these bytes are not one."""
+    """Decode a value; ValueError if these bytes are not an encoded value."""
     reader = _Decoder(memoryview(data).cast("B"))
     value = reader.value(0)
     if reader.place != len(reader.data):
@@ -76,31 +76,31 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that prints so; ValueError if there is none."""
+    """The dtype with this name; ValueError if there is none."""
     if name not in _DTYPES:
         raise ValueError(f"there is no dtype {name!r}")
     return _DTYPES[name]
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The numbers of a dense tensor, in the order of its indices, without a copy if possible."""
+    """The values of a dense tensor in row-major order, without a copy if possible."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # one element, or none, may have any stride and be contiguous, but not be viewed as bytes
+    # a tensor of at most one element is contiguous with any stride, but cannot be viewed as bytes
     flat = plain.as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Any) -> Tensor:
-    """A new tensor of these bytes, whose number must be right."""
+    """A new tensor of these bytes; ValueError if their number does not fit the shape."""
     shape = tuple(shape)
     if any(not isinstance(n, int) or n < 0 for n in shape):
         raise ValueError(f"{shape} is not a shape")
     count = 1
-    for n in shape:  # not math.prod of the tensor: 0 × 2**80 is a shape, too, that torch refuses
+    for n in shape:  # in Python's integers; a shape such as 0 × 2**80 is refused below
         count *= n
     if max(shape, default=0) >= 2**62 or count * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} and {dtype}")
-    raw = np.frombuffer(data, np.uint8).copy()  # which a tensor may write to
+    raw = np.frombuffer(data, np.uint8).copy()  # writable
     try:
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -132,9 +132,9 @@ def _write(value: Any, pieces: list[bytes], depth: int) -> None:
     elif isinstance(value, bytes | bytearray | memoryview):
         _run(b"b", bytes(value), pieces)
     elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        _write(value.item(), pieces, depth)  # before Python's numbers, which some of them are
+        _write(value.item(), pieces, depth)  # first, since some are also Python's numbers
     elif isinstance(value, int):
-        number = int(value)  # not a subclass, as of enumerations
+        number = int(value)  # drops a subclass, such as an enumeration
         _run(b"i", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True), pieces)
     elif isinstance(value, float):
         pieces.append(b"f" + _FLOAT.pack(value))
@@ -179,7 +179,7 @@ def _write_tensor(value: Tensor, pieces: list[bytes]) -> None:
         _run(b"b", tensor_bytes(value), pieces)
 
 
-# what is a length and as many bytes, and how the bytes are read
+# kinds that consist of a length and as many bytes, and how the bytes are read
 _RUNS: dict[bytes, Callable[[memoryview], Any]] = {
     b"i": lambda data: int.from_bytes(data, "little", signed=True),
     b"b": bytes,
@@ -195,7 +195,7 @@ def _run(tag: bytes, data: bytes | memoryview, pieces: list[bytes]) -> None:
 
 
 class _Decoder:
-    """Takes values from bytes, from the left; ValueError for whatever does not fit."""
+    """Reads values from bytes, from left to right; invalid bytes raise ValueError."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.place = data, 0
@@ -208,7 +208,7 @@ class _Decoder:
 
     def length(self) -> int:
         (count,) = _LENGTH.unpack(self.take(_LENGTH.size))
-        if count > len(self.data) - self.place:  # each thing that is counted has a byte at least
+        if count > len(self.data) - self.place:  # each item has at least one byte
             raise ValueError(f"{count} items cannot follow byte {self.place}")
         return int(count)
 
@@ -221,7 +221,7 @@ class _Decoder:
         if tag in _RUNS:
             try:
                 return _RUNS[tag](self.take(self.length()))
-            except RuntimeError as error:  # torch's, of a device that there is not
+            except RuntimeError as error:  # torch's, for an unknown device
                 raise ValueError(f"{error}") from error
         if tag == b"f":
             return _FLOAT.unpack(self.take(_FLOAT.size))[0]
@@ -240,7 +240,7 @@ class _Decoder:
             items = [self.value(depth + 1) for _ in range(self.length())]
             try:
                 return _CONTAINERS[tag](items)
-            except (TypeError, OverflowError) as error:  # of what has no hash, or is no length
+            except (TypeError, OverflowError) as error:  # unhashable items, or no valid lengths
                 raise ValueError(f"these items do not form a container: {error}") from error
         if tag == b":":
             return slice(*self._three(depth))

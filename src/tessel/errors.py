@@ -1,4 +1,4 @@
-"""The exceptions of Tessel that are not torch's or Python's own, and checks of arguments."""
+"""Tessel's own exceptions, and checks of arguments."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,6 @@ class WorkerLost(RuntimeError):  # noqa: N818
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError unless a value is one of those that there are."""
+    """Raise ValueError unless a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,4 +1,4 @@
-"""What the machine offers to this process: cores, memory, shared memory, interfaces."""
+"""The resources of the machine: cores, memory, shared memory, network interfaces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from tessel.settings import chosen
 
 ALLOCATORS = ("keep", "system")
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # the variable that torch reads
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # a variable of torch
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 _LARGEST = 2**31 - 1
 _CGROUP = Path("/sys/fs/cgroup")
 _SIOCGIFADDR = 0x8915
@@ -32,7 +32,7 @@ def usable_cores() -> int:
 
 
 def cpu_quota() -> float | None:
-    """The cores that the control group grants, or None when it grants all."""
+    """The number of cores that the control group grants, or None if there is no quota."""
     values = _words(_CGROUP / "cpu.max") or [
         *_words(_CGROUP / "cpu/cpu.cfs_quota_us"),
         *_words(_CGROUP / "cpu/cpu.cfs_period_us"),
@@ -43,14 +43,14 @@ def cpu_quota() -> float | None:
 
 
 def memory_limit() -> int:
-    """The bytes of memory that this process may use: the machine's or its group's."""
+    """The bytes of memory that this process may use: the machine's or its control group's."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     values = _words(_CGROUP / "memory.max") or _words(_CGROUP / "memory/memory.limit_in_bytes")
     return min(total, int(values[0])) if values and values[0].isdigit() else total
 
 
 def memory_available() -> int | None:
-    """The bytes of memory that are free for new work, or None where Linux doesn't say."""
+    """The bytes of memory that are available, or None if Linux does not report it."""
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -58,7 +58,7 @@ def memory_available() -> int | None:
 
 
 def shared_memory() -> tuple[int, int] | None:
-    """The size and the free bytes of /dev/shm, or None where there is none."""
+    """The size and the free bytes of /dev/shm, or None if there is none."""
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
@@ -67,7 +67,7 @@ def shared_memory() -> tuple[int, int] | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this host's network interface that has an address, if it is known."""
+    """The name of this host's network interface with an address, if known."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6:
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
@@ -82,7 +82,7 @@ def interface_of(address: str) -> str | None:
                 found = fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request)[20:24]
                 if found == wanted.packed:
                     return name
-    return loopback() if wanted.is_loopback else None  # which has all of 127.0.0.0/8
+    return loopback() if wanted.is_loopback else None  # it has all of 127.0.0.0/8
 
 
 def loopback() -> str | None:
@@ -91,14 +91,14 @@ def loopback() -> str | None:
 
 
 def keep_freed_memory() -> bool:
-    """Let the allocator of this process keep the memory of freed tensors; whether it does now.
+    """Let the allocator of this process keep the memory of freed tensors; return whether it does.
 
-    By default glibc gives blocks of 32 MiB and more back to the system, which clears each page anew
-    when it is used again: that takes several times as long as a copy. The price is that a process
-    keeps the memory of its peak. Torch is told as well to ask for huge pages (2 MiB, not 4 KiB) for
-    large tensors, as numpy does by itself; it listens if it has made no tensor in this process.
-    Nothing changes where the user has set the allocator (MALLOC_…) or TESSEL_ALLOCATOR=system, or
-    the C library is another one.
+    By default glibc returns blocks of 32 MiB and more to the system, which clears each page again
+    when it is reused: that takes several times as long as a copy. The price is that a process keeps
+    its peak memory. Torch is also asked to use huge pages (2 MiB instead of 4 KiB) for large
+    tensors, as numpy does by itself; this has an effect if torch has created no tensor yet. Nothing
+    changes if the user has configured the allocator (MALLOC_…) or set TESSEL_ALLOCATOR=system, or
+    if the C library has no such function.
     """
     choice = chosen("TESSEL_ALLOCATOR", ALLOCATORS)
     library = ctypes.CDLL(None)

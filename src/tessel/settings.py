@@ -1,7 +1,7 @@
-"""Settings: the environment variables that Tessel reads, and what they may say.
+"""Settings: the environment variables that Tessel reads, and their valid values.
 
-Every other module asks this one. A value that makes no sense raises ValueError with one sentence
-that names the variable, what it may be, and what it is.
+All other modules read variables through this one. An invalid value raises ValueError with one
+sentence that names the variable, the valid values and the actual value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KNOWN = (
         "TESSEL_TRANSPORT",
     ),
 )
-# by which mpirun, srun and their like tell a process that it is one of their tasks
+# variables by which mpirun, srun and others tell a process that it is one of their tasks
 OF_TASKS = (
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"),
     *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -40,18 +40,18 @@ OF_TASKS = (
     *("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "FLUX_TASK_LOCAL_ID"),
     *("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
 )
-_FOR_TESTS = "TESSEL_TEST_"  # names that tests may give to variables of their own
+_FOR_TESTS = "TESSEL_TEST_"  # prefix of variables that tests may define
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; torch counts milliseconds
 _warned: set[str] = set()
 
 
 def text(variable: str) -> str | None:
-    """What a variable says; None if it is not set, or empty."""
+    """The value of a variable; None if it is not set or empty."""
     return os.environ.get(variable) or None
 
 
 def chosen(variable: str, options: tuple[str, ...]) -> str:
-    """Which of the options a variable names; the first if it is not set.
+    """The option that a variable names; the first one if it is not set.
 
     >>> import os
     >>> from tessel.settings import chosen
@@ -65,20 +65,20 @@ def chosen(variable: str, options: tuple[str, ...]) -> str:
 
 
 def whole_number(variable: str, default: int) -> int:
-    """The number that a launcher gives, as LOCAL_RANK: 0 or more."""
+    """The whole number, at least 0, in a variable of a launcher such as LOCAL_RANK."""
     said = text(variable)
     return default if said is None else as_whole_number(variable, said)
 
 
 def as_whole_number(variable: str, said: str) -> int:
-    """The number that a variable says, of 0 or more."""
+    """The value of a variable as a whole number of at least 0."""
     if not (said.isascii() and said.isdigit() and len(said) < 10):
         raise ValueError(f"{variable} must be a whole number of 0 or more, got {said!r}")
     return int(said)
 
 
 def time_limit() -> datetime.timedelta | None:
-    """How long a worker waits for the others: TESSEL_TIMEOUT, in seconds; None for torch's own."""
+    """How long a worker waits for others: TESSEL_TIMEOUT, in seconds; None for torch's default."""
     said = text("TESSEL_TIMEOUT")
     if said is None:
         return None
@@ -86,7 +86,7 @@ def time_limit() -> datetime.timedelta | None:
         seconds = float(said)
     except ValueError:
         seconds = math.nan
-    if not _SHORTEST <= seconds <= _LONGEST:  # which no NaN is
+    if not _SHORTEST <= seconds <= _LONGEST:  # also if it is NaN
         raise ValueError(
             f"TESSEL_TIMEOUT must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got "
             f"{said!r}"
@@ -95,7 +95,7 @@ def time_limit() -> datetime.timedelta | None:
 
 
 def warn_of_unknown() -> None:
-    """Warn, once and on the first worker alone, of variables that look like ours and are not."""
+    """Warn, once and only on the first worker, about unknown variables with Tessel's prefix."""
     found = [name for name in os.environ if name.startswith(PREFIX) and name not in KNOWN]
     for name in sorted(found):
         if name in _warned or name.startswith(_FOR_TESTS) or os.environ.get("RANK", "0") != "0":

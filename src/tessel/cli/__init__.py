@@ -1,7 +1,7 @@
-"""The `tessel` command: `demo`, `run`, `plan`, `doctor`, `bench`, `trace`.
+"""The `tessel` command: `demo`, `run`, `plan`, `doctor`, `bench` and `trace`.
 
 A command is a module of this package with `SUMMARY` (one line), `add_arguments(parser)` and
-`execute(args) -> int` (the exit code); `COMMANDS` lists them. It may import everything.
+`execute(args) -> int` (the exit code); `COMMANDS` lists them. This package may import everything.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.execute(args)
     except KeyboardInterrupt:
-        return 130  # as shells say it: 128, and the number of SIGINT
+        return 130  # as in shells: 128 plus the number of SIGINT
     return code
 
 
 def argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """What reads an argument, of whose ValueError users see the text, and not only that it came."""
+    """Wrap a parser of arguments, so that users see the text of its ValueError."""
 
     @wraps(read, updated=())
     def parse(text: str) -> T:
@@ -69,7 +69,7 @@ def argument(read: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def wide_console(width: int = 160) -> Console:
-    """The terminal; in a file nothing is as narrow as one: no column has to be broken there."""
+    """A console for the terminal; for a file it is wider, so that no column is wrapped."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width)
 

@@ -1,11 +1,11 @@
-"""Measure what is claimed of Tessel's speed against its peers, on this machine.
+"""Measure the claims about Tessel's speed against its peers, on this machine.
 
 The claims are scripts in the folder benchmarks/ of a checkout, each with its aim. They run one
 after the other, print their tables, and save JSON and a picture under benchmarks/results/ (with
---quick under build/bench/, since such numbers say little). `benchmarks/setup_peers.sh` installs
+--quick under build/bench/, since such numbers mean little). `benchmarks/setup_peers.sh` installs
 the peers once; `make bench` does that, too, and then measures all claims.
 
-A verdict is "met" or "missed" where 5th percentile and median agree, else "noisy".
+A verdict is "met" or "missed" if 5th percentile and median agree, else "noisy".
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Claim:
     """A claim of the checkout.
 
     Args:
-        name: of its script.
-        says: what is claimed, in a line.
-        aim: what the ratios to peers are to be.
-        folder: of the benchmarks.
+        name: the name of its script.
+        says: the claim in one line.
+        aim: the intended ratios to peers.
+        folder: the folder of the benchmarks.
     """
 
     name: str
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Measure; return 2 for what makes no sense, and 1 if a claim could not be measured."""
+    """Measure; return 2 for invalid arguments, and 1 if a claim could not be measured."""
     try:
         chosen = choose(find_claims(Path.cwd()), args.claims)
         if args.rounds is not None and args.rounds < 1:
@@ -84,7 +84,7 @@ def execute(args: argparse.Namespace) -> int:
     options += ["--quick"] if args.quick else []
     options += ["--without-peers"] if args.without_peers else []
     folder = chosen[0].folder
-    # Two short rounds must not take the place of what was measured with care.
+    # Two short rounds must not replace careful measurements.
     results = folder.parent / "build" / "bench" if args.quick else folder / "results"
     found = [measure(claim, options, results) for claim in chosen]
     wide.print(_table(chosen, found))
@@ -110,7 +110,7 @@ def find_claims(directory: Path) -> list[Claim]:
 
 
 def choose(claims: list[Claim], names: list[str]) -> list[Claim]:
-    """The claims with these names, or all; ValueError for one that there is not."""
+    """The claims with these names, or all; ValueError for an unknown name."""
     known = {claim.name: claim for claim in claims}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -123,7 +123,7 @@ def measure(claim: Claim, options: list[str], results: Path) -> dict[str, Any]:
     saved = results / f"{claim.name}.json"
     before = _written(saved)
     command = [sys.executable, str(claim.script), *options, "--output", str(results)]
-    # In a process of its own, as if a user ran the script: nothing is left of the claim before it.
+    # In a separate process, as if a user ran the script: nothing remains of the previous claim.
     code = subprocess.run(command).returncode
     if code == 0 and _written(saved) != before:
         return json.loads(saved.read_text())
@@ -132,12 +132,12 @@ def measure(claim: Claim, options: list[str], results: Path) -> dict[str, Any]:
 
 
 def _written(path: Path) -> int | None:
-    """When a file was written, so that results of an earlier run are not taken for new ones."""
+    """The modification time of a file, by which results of an earlier run are recognized."""
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def _table(claims: list[Claim], found: list[dict[str, Any]]) -> Table:
-    """Of each claim how many aims are met, the ratio furthest from its aim, noise and seconds."""
+    """For each claim the number of aims met, the ratio furthest from its aim, noise and seconds."""
     table = Table("claim", "aim", title="all claims")
     for heading in ("aims met", "worst ratio", "others' CPU", "time"):
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""Checks: what is wrong with a machine, judged by its facts alone, and how to fix it."""
+"""Checks: problems of a machine, judged by its facts alone, and how to fix them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessel.operators.units import num_bytes
 
 _GIB = 2**30
 _OLDEST_TORCH, _FIRST_TOO_NEW_TORCH = (2, 11), (3, 0)
-_SLOW_SECONDS = 0.02  # of a small message, which takes far less on an idle machine
+_SLOW_SECONDS = 0.02  # for a small message, which takes far less on an idle machine
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Finding:
     """Something to fix.
 
     Args:
-        broken: whether Tessel cannot work before it is fixed; else it is advice.
-        what: what was found.
+        broken: whether Tessel cannot work until it is fixed; else it is advice.
+        what: the problem.
         mend: how to fix it.
     """
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """The version of torch, and the backends by which tensors travel."""
+    """Check the version of torch and its communication backends."""
     # "2.13.0+cpu" and "2.14.0a0" count as 2.13 and 2.14.
     found = tuple(int(number) for number in re.findall(r"\d+", facts.torch)[:2])
     if not _OLDEST_TORCH <= found < _FIRST_TOO_NEW_TORCH:
@@ -57,7 +57,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
-    """How workers reach each other: on one host over the loopback interface."""
+    """Check how workers reach each other: on one host over the loopback interface."""
     interfaces = ", ".join(facts.interfaces)
     if not facts.loopback:
         yield Finding(
@@ -66,7 +66,7 @@ def check_network(facts: Facts) -> Iterator[Finding]:
             "bring the interface up (ip link set lo up) and have `127.0.0.1 localhost` in "
             "/etc/hosts",
         )
-    # Gloo takes several names, with commas between them.
+    # Gloo accepts several names, separated by commas.
     chosen = () if facts.gloo_interface is None else facts.gloo_interface.split(",")
     if not {*chosen} <= {*facts.interfaces}:
         yield Finding(
@@ -84,30 +84,30 @@ def check_network(facts: Facts) -> Iterator[Finding]:
 
 
 def check_job(facts: Facts) -> Iterator[Finding]:
-    """Whether scripts that are started here wait for workers, or do not find them."""
-    if len(facts.job_variables) == 2:  # a job is joined only where both are set
+    """Check whether scripts started here would wait for workers, or not find them."""
+    if len(facts.job_variables) == 2:  # a job is joined only if both are set
         yield Finding(
             False,
             "RANK and WORLD_SIZE are set here, so every script assumes that it is one of several "
             "workers and waits for the others",
             "unset RANK WORLD_SIZE; `tessel run` sets them for its workers",
         )
-    if facts.launch_problem is not None:  # such a task of srun or mpirun is no world of one
+    if facts.launch_problem is not None:  # a task of srun or mpirun that is no world of one
         what, _, mend = facts.launch_problem.rpartition("; ")
         text = f"this is one of several tasks, and scripts cannot join their job: {what}"
         yield Finding(False, text, mend)
 
 
 def check_processors(facts: Facts) -> Iterator[Finding]:
-    """What is there to compute with, and whether workers will share it well."""
+    """Check the processors, and whether workers will share them well."""
     cores, fitting = facts.usable_cores, max(1, facts.usable_cores // 2)
-    if facts.nvidia_driver and not facts.devices:  # mostly the wrong torch
+    if facts.nvidia_driver and not facts.devices:  # usually the wrong build of torch
         yield Finding(
             False,
             "there is an NVIDIA driver, but torch sees no GPU",
             "install torch's CUDA package, and see what CUDA_VISIBLE_DEVICES and nvidia-smi say",
         )
-    asked = facts.omp_num_threads  # of each worker: already two of them share the cores
+    asked = facts.omp_num_threads  # per worker; at least two workers share the cores
     if asked is not None and asked.isdigit() and int(asked) > fitting:
         yield Finding(
             False,
@@ -126,7 +126,7 @@ def check_processors(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """Memory, files, and what pictures need."""
+    """Check memory, files and matplotlib."""
     shared, available = facts.shared_memory, facts.memory_available
     if shared is not None and shared < _GIB:  # containers get 64 MiB by default
         yield Finding(
@@ -168,7 +168,7 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def check_rates(rates: Sequence[Rate]) -> Finding | None:
-    """A small message takes well under a millisecond between two processes of one host."""
+    """Check latency: a small message usually takes well under a millisecond on one host."""
     slow = [rate for rate in rates if rate.latency > _SLOW_SECONDS]
     if not slow:
         return None

@@ -1,13 +1,13 @@
-"""Show that several workers compute what one process computes.
+"""Show that several workers compute the same as one process.
 
-Local workers share a tensor and move it in every way that Tessel knows. For each movement the
-table says how exact it is, what it sends and how long it takes; the picture shows how the tensor
-lies on the workers before and after. Then a picture that is too large for one worker's budget goes
-through a U-Net that was written for one process. A tensor in pencils is Fourier transformed, by a
-plan that is printed, and a Fourier neural operator is trained for a step. A classifier makes a step
-with its classes split over the workers. Last, a blurred and noisy picture is reconstructed. The
-models and problems are those of the scripts in examples/. The exit code is 1 when an error is
-larger than it should be.
+Local workers share a tensor and move it in every way that Tessel supports. For each movement the
+table shows its accuracy, the bytes that it sends and the time that it takes; the picture shows the
+parts of the workers before and after. Then a picture that is too large for one worker's budget is
+processed by a U-Net that was written for one process. A tensor in pencils is Fourier transformed by
+a plan that is printed, and a Fourier neural operator is trained for a step. A classifier makes a
+step with its classes split over the workers. Finally, a blurred and noisy picture is reconstructed.
+The models and problems are those of the scripts in examples/. The exit code is 1 if an error is too
+large.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tessel.launch import launch
 
 SUMMARY = "show that several workers compute what one process computes"
 
-_TIME_LIMIT = 300.0  # seconds for all demos, after which it is shown where workers hang
+_TIME_LIMIT = 300.0  # seconds for all demos; then an error shows where workers hang
 _POLL_SECONDS = 0.05
 
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run all demos, print their tables, save pictures; return 1 when an error is too large."""
+    """Run all demos, print tables and save pictures; return 1 if an error is too large."""
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
     try:
@@ -81,18 +81,18 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def run_demos(console: Console, workers: int, size: int) -> list[Report]:
-    """Run the demos on local workers; the reports of the first."""
+    """Run the demos on local workers; return the reports of the first."""
     with tempfile.TemporaryDirectory() as folder:
-        # Workers answer when all is done: what is done meanwhile they say in a file.
+        # Workers reply only at the end: they write their progress to a file.
         done = Path(folder) / "done"
         done.touch()
         with progress(console, workers, done):
-            # The first worker alone has reports, which hold what all workers told it.
+            # Only the first worker has reports, which include the results of all workers.
             return launch(work, workers, size, str(done), timeout=_TIME_LIMIT)[0]
 
 
 def work(size: int, done: str) -> list[Report]:
-    """What a worker does: every demo; the first worker notes each step that is done."""
+    """Run every demo on a worker; the first worker notes each completed step."""
 
     def note(text: str) -> None:
         if world().rank == 0:
@@ -105,7 +105,7 @@ def work(size: int, done: str) -> list[Report]:
 
 @contextmanager
 def progress(console: Console, workers: int, done: Path) -> Iterator[None]:
-    """Show a bar that follows the file in which the first worker notes what is done."""
+    """Show a progress bar that follows the file in which the first worker notes its steps."""
     names = [name for demo in demos() for name in demo.STEPS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -118,11 +118,11 @@ def progress(console: Console, workers: int, done: Path) -> Iterator[None]:
         while not ended.wait(_POLL_SECONDS):
             lines = done.read_text().splitlines()
             if 0 < len(lines) < len(names):
-                name = names[len(lines)]  # what is under way; its last note if it says more
+                name = names[len(lines)]  # the current step, or its last note if more detailed
                 text = lines[-1] if lines[-1].startswith(f"{name}:") else name
                 bar.update(task, completed=len(lines), description=text)
 
-    # This thread waits in `launch`, so another one looks into the file.
+    # This thread waits in `launch`, so another one reads the file.
     thread = threading.Thread(target=follow, daemon=True)
     with bar:
         thread.start()
@@ -134,7 +134,7 @@ def progress(console: Console, workers: int, done: Path) -> Iterator[None]:
 
 
 def _try_to_draw(reports: Sequence[Report], folder: Path) -> str:
-    """Save the pictures and say where they are and what to look at, or why there are none."""
+    """Save the pictures; return where they are and what they show, or why there are none."""
     try:
         import matplotlib.figure  # noqa: F401  (before a folder is made)
     except ImportError:

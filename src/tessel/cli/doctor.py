@@ -1,13 +1,13 @@
-"""Look at this machine: what Tessel finds on it, how fast data moves, what is wrong.
+"""Examine this machine: its resources, the speed of movements, and problems.
 
 Two local workers measure each movement: the time of a small message (latency) and the rate of a
-large one (bandwidth). The list at the end says what to fix and how. The exit code is 1 when
-something is broken, 0 otherwise, also when there is advice.
+large one (bandwidth). The list at the end tells what to fix and how. The exit code is 1 if
+something is broken and 0 otherwise, even if there is advice.
 
 `--measure` also measures how fast workers compute and exchange data here, some seconds for each of
-several numbers of workers, and keeps it in a file: by this model `tessel plan` and
-`best_partition` predict times. Under a launcher it measures the job that this has started, between
-hosts and inside of them, and the first worker writes the file:
+several numbers of workers, and stores this machine model in a file, by which `tessel plan` and
+`best_partition` predict times. Under a launcher it measures the job that was started, between hosts
+and within them, and the first worker writes the file:
 
   srun --nodes 2 --ntasks-per-node 40 tessel doctor --measure --output cluster.json
 """
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Look, measure, print, and return 1 when something is broken."""
+    """Examine, measure and print; return 1 if something is broken."""
     if args.output and not args.measure:
         print("tessel doctor: --output says where --measure stores its model", file=sys.stderr)
         return 2
@@ -65,12 +65,12 @@ def execute(args: argparse.Namespace) -> int:
     findings = examine(facts)
     rates: list[Rate] = []
     on_gpus: dict[str, list[Rate]] = {}
-    # Workers that cannot talk to each other would only be waited for.
+    # If workers cannot communicate, measuring would only wait for them.
     if not args.no_measure and not any(finding.broken for finding in findings):
         rates, on_gpus, more = measured(quiet=args.json, gpus=len(facts.devices))
         findings += more
     if args.measure and not any(finding.broken for finding in findings):
-        # Progress goes to stderr, so that what is printed can be kept in a file.
+        # Progress goes to stderr, so that the output can be redirected to a file.
         console = Console(stderr=True, quiet=args.json)
         with console.status("measuring how fast workers compute and exchange data …"):
             path = measure_machine().save(args.output)
@@ -99,7 +99,7 @@ def show(
     model: Machine | None,
     findings: Sequence[Finding],
 ) -> None:
-    """Print all that was found."""
+    """Print everything that was found."""
     console = Console(highlight=False)
     console.print("[bold]this machine[/]")
     console.print(facts_table(facts))
@@ -122,7 +122,7 @@ def show(
 
 
 def measure_this_job(args: argparse.Namespace) -> int:
-    """Measure the job that a launcher has started; the first worker writes and prints."""
+    """Measure the job that a launcher has started; the first worker writes and prints the model."""
     model = measure_job()
     if transport.this_worker() > 0:
         return 0
@@ -137,12 +137,12 @@ def measure_this_job(args: argparse.Namespace) -> int:
 
 
 def measured(quiet: bool, gpus: int) -> tuple[list[Rate], dict[str, list[Rate]], list[Finding]]:
-    """Rates of CPU tensors, those of tensors on GPUs by what carries them, and what is wrong."""
+    """Rates of CPU tensors, those of GPU tensors by transport, and findings."""
     console, on_gpus = Console(stderr=True, quiet=quiet), {}
     try:
         with console.status("measuring on 2 workers …"):
             rates, _ = measure_rates()
-            # without NCCL, as workers do who share a GPU; with it, if each can have one
+            # without NCCL, as between workers that share a GPU; with it, if each can have one
             for backend in ("gloo", "cpu:gloo,cuda:nccl")[: min(gpus, 2)]:
                 found, carrier = measure_rates("cuda", backend)
                 on_gpus[f"tensors on GPUs, by {carrier}"] = found
@@ -159,7 +159,7 @@ def measured(quiet: bool, gpus: int) -> tuple[list[Rate], dict[str, list[Rate]],
 
 
 def facts_table(facts: Facts) -> Table:
-    """What the machine offers, a line each."""
+    """A table of facts, one in each line."""
     shared, free = facts.shared_memory, facts.memory_available
     threads = f"{facts.torch_threads} in torch; OMP_NUM_THREADS is "
     launcher = "none: a script is a world of one"
@@ -191,7 +191,7 @@ def facts_table(facts: Facts) -> Table:
 
 
 def rates_table(rates: Sequence[Rate]) -> Table:
-    """How fast each movement is."""
+    """A table of the rates of movements."""
     titles = "latency", "bandwidth", "large message"
     table = table_of_numbers("  movement", *titles, header_style="cyan")
     for rate in rates:
@@ -205,7 +205,7 @@ def rates_table(rates: Sequence[Rate]) -> Table:
 
 
 def model_table(model: Machine) -> Table:
-    """The rates of a worker, for each number of workers that was measured."""
+    """A table of the rates of a worker, for each measured number of workers."""
     titles = "agreement", "message", "sends", "memory", "FFT", "matrices"
     table = table_of_numbers("  each of", *titles, header_style="cyan")
     for rates in model.rates:

@@ -1,4 +1,4 @@
-"""Facts: what a machine offers to workers."""
+"""Facts: the resources that a machine offers to workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def answer(ask: Callable[[], T], error: type[Exception], otherwise: Any = None) -> T:
-    """What a function says, or something else where it raises this error."""
+    """The result of a function, or another value if it raises this error."""
     try:
         return ask()
     except error:
@@ -31,8 +31,8 @@ def answer(ask: Callable[[], T], error: type[Exception], otherwise: Any = None) 
 
 
 def backends() -> tuple[str, ...]:
-    """The libraries by which this torch sends."""
-    if not dist.is_available():  # a torch without distributed lacks what is asked then
+    """The communication backends of this torch."""
+    if not dist.is_available():  # then the functions below do not exist
         return ()
     kinds = "gloo", "nccl", "mpi"
     return tuple(kind for kind in kinds if getattr(dist, f"is_{kind}_available")())
@@ -48,7 +48,7 @@ def devices() -> tuple[str, ...]:
 def loopback_works() -> bool:
     """Whether a process can reach itself by the name localhost."""
     try:
-        # By a connection of its own: the name may resolve while the interface is down.
+        # By an actual connection: the name may resolve while the interface is down.
         with (
             socket.create_server(("localhost", 0)) as server,
             socket.create_connection(server.getsockname()[:2], timeout=2),
@@ -59,7 +59,7 @@ def loopback_works() -> bool:
 
 
 def moves_by() -> str:
-    """How tensors move between workers of this host."""
+    """How tensors are sent between workers of this host."""
     if transport.chosen_transport() == "gloo":
         return "Gloo, as TESSEL_TRANSPORT says"
     if not transport.can_share_memory():
@@ -68,7 +68,7 @@ def moves_by() -> str:
 
 
 def launch_problem() -> str | None:
-    """Why a script that is started here could not join its job."""
+    """Why a script started here could not join its job; None if it could."""
     try:
         transport.launched_as()
         transport.between_hosts()
@@ -83,12 +83,12 @@ def _asked(ask: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine offers; the checks are functions of this alone.
+    """The resources of a machine; the checks are functions of these facts alone.
 
-    Whatever is not given is asked of this machine.
+    Fields that are not given are read from this machine.
     """
 
-    # In lambdas, since some facts have the names of the modules that know them.
+    # In lambdas, since some facts have the names of the modules that provide them.
     tessel: str = __version__
     torch: str = _asked(lambda: torch.__version__)
     python: str = _asked(platform.python_version)
@@ -103,7 +103,7 @@ class Facts:
     shared_memory: int | None = _asked(lambda: (machine.shared_memory() or (None, None))[0])
     omp_num_threads: str | None = _asked(lambda: os.environ.get("OMP_NUM_THREADS"))
     torch_threads: int = _asked(lambda: torch.get_num_threads())
-    # the soft limit, which holds
+    # the soft limit, which is the effective one
     open_files: int = _asked(lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     # Gloo and torchrun look up the host's own name
     host_address: str | None = _asked(

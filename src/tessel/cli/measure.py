@@ -1,4 +1,4 @@
-"""How fast this machine is: each movement between two workers, and the model for plans."""
+"""Measurements: the rates of movements between two workers, and the machine model for plans."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tessel.transport.process import this_host
 
 _SMALL, _LARGE = 2**8, 2**20  # elements of float32: 1 KiB and 4 MiB
 _TIME_LIMIT = 60.0
-_MOST_WORKERS = 16  # that a machine model is measured with
+_MOST_WORKERS = 16  # largest number of workers for which a machine model is measured
 _TURNS = 7
 _TURN = 0.03  # seconds: several times as long as a worker may keep a core
-_IN_SECONDS = ("call", "step", "latency")  # of the rates; others are numbers a second
+_IN_SECONDS = ("call", "step", "latency")  # rates in seconds; others are numbers per second
 _CUBE = (64, 128, 128)  # of complex64: 8 MiB
 _ROWS = 2**19  # of complex64 on each worker: 4 MiB
 _SHORT = (128, 128)  # of complex64: some 0.2 ms of work
@@ -47,8 +47,8 @@ class Rate:
 
     Args:
         movement: its name.
-        latency: the seconds of one with a small message.
-        bandwidth: the bytes a second that each worker sends in one with a large message.
+        latency: its seconds with a small message.
+        bandwidth: the bytes per second that each worker sends in it with a large message.
         num_bytes: the size of the large message.
     """
 
@@ -59,11 +59,11 @@ class Rate:
 
 
 def measure_rates(device: str = "cpu", backend: str = "gloo") -> tuple[list[Rate], str]:
-    """Start two workers and measure every movement; what carried tensors of a GPU.
+    """Start two workers and measure every movement; also return how tensors of a GPU are sent.
 
     Args:
         device: "cpu" or "cuda".
-        backend: of the job.
+        backend: the backend of the job.
 
     >>> [rate.movement for rate in measure_rates()[0]]  # doctest: +SKIP
     ['all-sum-reduce', 'broadcast', 'repartition', 'halo exchange']
@@ -72,14 +72,14 @@ def measure_rates(device: str = "cpu", backend: str = "gloo") -> tuple[list[Rate
     found = launch(times_of_movements, 2, device, timeout=_TIME_LIMIT, backend=backend)
     times, carriers = zip(*found, strict=True)
     for seen in zip(*times, strict=True):
-        # The movement ends when the slower worker has done its part.
+        # The movement ends when the slower worker has finished.
         names, small, large, sent = zip(*seen, strict=True)
         rates.append(Rate(names[0], max(small), max(sent) / max(large), max(sent)))
     return rates, carriers[0]
 
 
 def times_of_movements(device: str = "cpu") -> tuple[list[tuple[str, float, float, int]], str]:
-    """What this worker sees: the seconds of a small and of a large message, and its bytes."""
+    """This worker's seconds of a small and of a large message, and the bytes of the latter."""
     if device == "cuda":
         torch.cuda.set_device(transport.this_worker() % torch.cuda.device_count())
     with torch.device(device):
@@ -103,12 +103,12 @@ def _median(module: torch.nn.Module, x: Tensor, repeats: int) -> tuple[float, in
             if x.is_cuda:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-    # The median, so that a worker which lost its core for a moment does not count.
+    # The median, so that a worker losing its core for a moment does not count.
     return statistics.median(times), traffic.bytes_sent
 
 
 def _movements(length: int) -> Iterator[tuple[str, torch.nn.Module, Tensor]]:
-    """Each movement of two workers with an input of which `length` elements travel."""
+    """Each movement of two workers, with an input of which `length` elements are sent."""
     P = world()
     first = P.create_partition_inclusive([0])
     rows, columns = (P.create_cartesian_topology_partition(shape) for shape in ((2, 1), (1, 2)))
@@ -116,19 +116,19 @@ def _movements(length: int) -> Iterator[tuple[str, torch.nn.Module, Tensor]]:
     x = torch.zeros(length)
     yield "all-sum-reduce", nn.AllSumReduce(P, [0]), x
     yield "broadcast", nn.Broadcast(first, P), x if first.active else zero_volume_tensor()
-    # Of its 2 · side² values a worker keeps half: the other half, `length` of them, travels.
+    # A worker keeps half of its 2 · side² values: the other half, `length` of them, is sent.
     yield "repartition", nn.Repartition(rows, columns), torch.zeros(side, 2 * side)
     yield "halo exchange", nn.HaloExchange(P, [(length, length)]), x
 
 
 def measure_machine(rounds: int = 2) -> Machine:
-    """Measure what the planner asks: rates of one-threaded workers, with several numbers of them.
+    """Measure the planner's machine model: rates of single-threaded workers, for several numbers.
 
     >>> measure_machine().cores  # doctest: +SKIP
     2
     """
     cores = usable_cores()
-    # Alone, in a pair, on all cores, and with two workers for each core, which slows all down.
+    # Alone, in a pair, on all cores, and two workers per core, which slows all down.
     counts = [n for n in sorted({1, 2, cores, 2 * cores}) if n <= _MOST_WORKERS]
     origin = f"measured on {platform.node()}, {date.today()}, {cores} cores"
     machines = []
@@ -136,20 +136,20 @@ def measure_machine(rounds: int = 2) -> Machine:
         found = [
             _combined(launch(_worker_rates, n, timeout=_TIME_LIMIT, threads=1), max) for n in counts
         ]
-        # One worker sends nothing: what two send stands for it, so that no rate is missing.
+        # A single worker sends nothing: the rates of two replace it, so that none is missing.
         found[0] = replace(found[0], latency=found[1].latency, bandwidth=found[1].bandwidth)
         machines.append(Machine(cores, tuple(found), origin))
     return best_of(machines)
 
 
 def measure_job(hosts: Sequence[str] | None = None) -> Machine:
-    """The same for the job that a launcher has started, with what connects its hosts.
+    """Measure the machine model of the job that a launcher has started, with its network.
 
     All workers call it. Each is measured while all others do the same; messages go from worker to
-    worker inside of each host, and then from each host to the next, by all of its workers at once.
+    worker within each host, and then from each host to the next, by all of its workers at once.
 
     Args:
-        hosts: the host of each worker; by default where they are.
+        hosts: the host of each worker; by default the actual ones.
 
     >>> measure_job(["here"]).network is None  # doctest: +SKIP
     True
@@ -172,7 +172,7 @@ def measure_job(hosts: Sequence[str] | None = None) -> Machine:
         onward = {room[k]: other[k] for room, other in pairs for k in range(per_host)}
         latency, bandwidth = _pair_rates(onward)
         network = Network(per_host, latency, per_host * bandwidth)
-        if per_host == 1:  # nobody shares a host: what goes between them stands for all
+        if per_host == 1:  # no workers share a host: use the rates between hosts
             rates = replace(rates, latency=latency, bandwidth=bandwidth)
     where = f"{len(alike)} host{'s' * (len(alike) > 1)} of {per_host} workers"
     origin = f"measured on {where}, {hosts[0].partition(' ')[0]} first, {date.today()}"
@@ -182,7 +182,7 @@ def measure_job(hosts: Sequence[str] | None = None) -> Machine:
 
 
 def _pair_rates(receivers: dict[int, int]) -> tuple[float, float]:
-    """The seconds of a message, and the bytes a second of a worker, if each sends to another."""
+    """The seconds of a message and the bytes per second of a worker, if each sends to another."""
     P = world()
     ranks = [receivers.get(worker, worker) for worker in range(P.size)]
     target = Partition(tuple(ranks), (P.size,))
@@ -198,13 +198,13 @@ def _pair_rates(receivers: dict[int, int]) -> tuple[float, float]:
 
 
 def best_of(machines: Sequence[Machine]) -> Machine:
-    """The best rates of several rounds: what else runs on a machine makes it slower only."""
+    """The best rates of several rounds: other programs can only make a machine slower."""
     rates = zip(*(each.rates for each in machines), strict=True)
     return replace(machines[0], rates=tuple(_combined(each, min) for each in rates))
 
 
 def _combined(rates: Sequence[Rates], choose: Callable[..., float]) -> Rates:
-    """Of each rate the one with the most seconds, for which other workers wait, or the least."""
+    """Combine each rate by its seconds: the largest, for which others wait, or the smallest."""
     values = {field.name: [getattr(each, field.name) for each in rates] for field in fields(Rates)}
     chosen = {
         name: choose(numbers) if name in _IN_SECONDS else 1 / choose(1 / n for n in numbers)
@@ -226,7 +226,7 @@ def _worker_rates() -> Rates:
         across = _seconds(lambda: torch.fft.fft(x, dim=0))
         across += _seconds(lambda: torch.fft.fft(x, dim=1))
         y = torch.fft.fft(x, dim=0)
-        # A copy reads and writes: x once, and half of it twice, from rows that lie apart.
+        # A copy reads and writes: x once, and half of it twice, from rows that are apart.
         copies = _seconds(x.clone) + 2 * _seconds(lambda: y[:, :64].contiguous())
         matrix = torch.randn(64, 64, dtype=torch.complex64)
         product = _seconds(lambda: x.reshape(-1, 64) @ matrix)
@@ -236,7 +236,7 @@ def _worker_rates() -> Rates:
         weighing = _seconds(lambda: spectral.act(modes, 0, weights))
         memory = 4 * x.nbytes / copies
         call, latency, bandwidth = message_rates(memory)
-        # A step with hardly any work: transforms and restrictions in turn.
+        # Steps with hardly any work: alternating transforms and restrictions.
         F = ParDFT(torch.complex64, 4)
         R = ParRestriction(torch.complex64, 4, [range(0, 1), range(3, 4)])
         along = kron(ParIdentity(torch.complex64, P), F.H @ R.H @ R @ F)
@@ -259,7 +259,7 @@ def _worker_rates() -> Rates:
 
 
 def _exchange(rows: int) -> tuple[Distributed, Tensor]:
-    """From rows to columns, of so many numbers on each worker, and an input of it."""
+    """A repartition from rows to columns, with this many rows, and an input for it."""
     P = world().size
     operator = ParRepartition(torch.complex64, (rows, P), [P, 1], [1, P])
     assert isinstance(operator, Distributed)
@@ -267,10 +267,10 @@ def _exchange(rows: int) -> tuple[Distributed, Tensor]:
 
 
 def message_rates(memory: float) -> tuple[float, float, float]:
-    """The seconds of an agreement and of a message, and the bytes sent in one.
+    """The seconds of an agreement and of a message, and the bytes sent per second.
 
-    Workers compute between messages, as in a plan. They wait for each other then, and where they
-    are more than the cores, a message waits until its receiver has a core.
+    Workers compute between messages, as in a plan. They then wait for each other, and if there are
+    more workers than cores, a message waits until its receiver has a core.
     """
     messages = max(1, world().size - 1)
     (small, x), (large, many) = _exchange(world().size), _exchange(_ROWS)
@@ -283,30 +283,30 @@ def message_rates(memory: float) -> tuple[float, float, float]:
         return lambda: (work(), action())
 
     alone = _seconds(work)
-    # Never nothing, though it is the difference of two times that vary.
+    # Positive, though it is the difference of two varying times.
     bare = max(_seconds(after_work(lambda: small.run(x, {}))) - alone, 1e-6)
     call = _seconds(after_work(lambda: small.apply(x))) - alone - bare
     with count_traffic() as traffic:
         large.run(many, {})
     total = _seconds(lambda: large.run(many, {}))
     packing = 2 * (traffic.bytes_sent + many.nbytes) / memory
-    # Packing is estimated, and may come out longer than all of it took: sending takes some time.
+    # Packing is estimated, possibly as longer than the total: sending takes some time.
     sending = max(total - bare - packing, 0.2 * total)
-    agreeing = max(call, bare / 2)  # which is a small exchange itself
+    agreeing = max(call, bare / 2)  # an agreement is itself a small exchange
     return agreeing, bare / messages, max(traffic.bytes_sent, 1) / sending
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """The seconds of an action, which all workers begin together and repeat as many times.
+    """The seconds of an action, which all workers begin together and repeat equally often.
 
-    A turn is long enough for workers to share the cores in it. The best turn counts: what else
-    runs on the machine makes them longer only.
+    A turn is long enough for workers to share the cores in it. The best turn counts, since other
+    programs can only make it longer.
     """
-    # The slowest worker decides, so that all repeat it as often: they exchange messages in it.
+    # The slowest worker decides, so that all repeat it equally often: it exchanges messages.
     first = max(world().group.share_objects(_timed(action, 3)))
     times = max(2, math.ceil(_TURN / first))
     turns = []
-    for _ in range(_TURNS):  # each of them begins when all workers are there
+    for _ in range(_TURNS):  # each begins when all workers are ready
         world().group.share_objects(None)
         turns.append(_timed(action, times))
     return min(turns)

@@ -1,11 +1,11 @@
-"""Choose how an operator's tensor is best spread over a number of workers.
+"""Choose the best partition of an operator's tensor for a number of workers.
 
-Nothing runs, and the workers need not be there: the partitions are compared by the times that a
-machine model predicts, up to hundreds of thousands of workers. `tessel doctor --measure` measures
-this machine for it, or a cluster if a launcher starts it on several hosts; `--machine` names the
-file of another, or one that comes with Tessel (jean-zay). The steps of the best partition are
-listed with what each costs a worker. For a model of torch, `--model` compares grids by what its
-layers compute and by the halos that they exchange in a training step.
+Nothing runs, and the workers need not exist: partitions are compared by the times that a machine
+model predicts, for up to hundreds of thousands of workers. `tessel doctor --measure` measures this
+machine for it, or a cluster if a launcher starts it on several hosts; `--machine` names the file of
+another model, or one that comes with Tessel (jean-zay). The steps of the best partition are listed
+with their costs for a worker. For a model of torch, `--model` compares grids by the work of its
+layers and the halos that they exchange in a training step.
 
 operators, on a tensor of the given shape:
   fft          the complex Fourier transform
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Choose, print, and return 2 for what makes no sense."""
+    """Choose and print; return 2 for invalid arguments."""
     try:
         machine = known_machine(args.machine)
         if args.model is not None:
@@ -126,7 +126,7 @@ def build(
     """
     if modes is not None and name != "fno":
         raise ValueError(f"--modes applies to the operator fno, not to {name}")
-    # Unless something else is said, 20 channels, and 12 modes along each dimension.
+    # By default 20 channels, and 12 modes along each dimension.
     kept = None
     if name == "fno":
         channels = 20 if channels is None else channels
@@ -156,7 +156,7 @@ def transform_of(
     channels: int | None,
     kept: tuple[int, ...] | None,
 ) -> ParOperator:
-    """The Fourier transform in space, that of the last dimension a real one, of low frequencies."""
+    """The Fourier transform in space, real or complex, optionally of low frequencies only."""
     factors: list[ParOperator] = []
     if channels is not None:
         factors.append(ParIdentity(real_of(dtype) if is_real else complex_of(dtype), channels))
@@ -164,7 +164,7 @@ def transform_of(
         halves = is_real and dim == len(shape) - 1
         factor: ParOperator = ParDFT(real_of(dtype) if halves else complex_of(dtype), length)
         if kept is not None:
-            # Low frequencies of both signs, unless only one is there or all are kept.
+            # Low frequencies of both signs, unless there is only one sign or all are kept.
             all_of_it, low = factor.codomain.numel, kept[dim]
             ranges = [(0, low), (all_of_it - low, all_of_it)]
             if halves or 2 * low >= all_of_it:
@@ -176,7 +176,7 @@ def transform_of(
 
 @argument
 def lengths(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 on, between commas.
+    """Parse whole numbers of at least 1, separated by commas.
 
     >>> lengths("256,128")
     (256, 128)
@@ -191,7 +191,7 @@ def lengths(text: str) -> tuple[int, ...]:
 
 
 def as_json(choice: Choice) -> dict[str, object]:
-    """All that is known of a choice."""
+    """A choice, with all details, as JSON values."""
     explanation = choice.explanation
     return {
         "workers": choice.workers,

@@ -1,9 +1,9 @@
-"""Which grid is the fastest for a model: what its layers compute, and the halos that they exchange.
+"""The fastest grid for a model, by the work of its layers and the halos that they exchange.
 
-The model runs once on tensors without values. Of each layer that has no children its shapes are
-known then: what a worker computes in it follows from the largest part, what it receives from the
-windows of convolutions and pools. A training step is a forward pass, twice its work backward, and
-each halo once in each direction.
+The model runs once on tensors without values, which gives the shapes of each layer without
+children: the work of a worker in it follows from the largest part, and the values that it receives
+from the windows of convolutions and pools. A training step is a forward pass, twice its work
+backward, and each halo once in each direction.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from tessel.operators.rates import Machine, Rates
 from tessel.operators.space import Shape
 from tessel.operators.units import num_bytes, num_seconds, ranking
 
-_BACKWARD = 2  # times the operations of a forward pass: gradients of inputs, and of weights
+_BACKWARD = 2  # times the operations of a forward pass: gradients of inputs and of weights
 _COPY = 2  # each value is read and written
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer, of the whole tensor.
+    """One call of a layer, on the whole tensor.
 
     Attributes:
-        name: of the layer.
-        source, target: shapes of the input and the output.
-        flops: of a forward pass.
-        window, stride: along the dimensions in space; nothing for layers without a window.
+        name: the name of the layer.
+        source, target: the shapes of the input and the output.
+        flops: the operations of a forward pass.
+        window, stride: along the spatial dimensions; empty for layers without a window.
         sums: whether it sums over the dimensions that are split.
-        itemsize: bytes of a number.
+        itemsize: the bytes of a number.
     """
 
     name: str
@@ -60,13 +60,13 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class ModelCandidate:
-    """A grid, with what is predicted for a training step of a worker on it.
+    """A grid, with the prediction for a training step of a worker on it.
 
     Attributes:
         partition: the number of workers along each dimension of the input.
-        time: seconds, and `computing` those of them without exchanges.
-        bytes: received in halos, in both directions.
-        messages: of halos and sums.
+        time: seconds; `computing`: those without exchanges.
+        bytes: the bytes received in halos, in both directions.
+        messages: the messages of halos and sums.
     """
 
     partition: Shape
@@ -77,7 +77,7 @@ class ModelCandidate:
 
 
 def plan_model(args: argparse.Namespace, machine: Machine) -> int:
-    """Compare grids for a model, as the arguments of `tessel plan` ask for it."""
+    """Compare grids for a model, by the arguments of `tessel plan`."""
     for name in ("channels", "modes", "partition", "picture", "anywhere"):
         if getattr(args, name):
             raise ValueError(f"--{name} applies to operators, not to --model")
@@ -104,7 +104,7 @@ def plan_model(args: argparse.Namespace, machine: Machine) -> int:
 
 
 def load_model(name: str) -> Callable[[], Any]:
-    """What a name `package:function`, perhaps with arguments behind it, makes.
+    """The function that makes a model, from `package:function` with optional arguments.
 
     >>> load_model("torch.nn:Conv1d(1, 2, kernel_size=3)")()
     Conv1d(1, 2, kernel_size=(3,), stride=(1,))
@@ -133,7 +133,7 @@ def load_model(name: str) -> Callable[[], Any]:
 def layers_of(
     make: Callable[[], Any], shape: Shape, dtype: torch.dtype
 ) -> tuple[list[LayerCall], int]:
-    """What the layers of a model do with an input of this shape, and the bytes of its parameters.
+    """The calls of a model's layers for an input of this shape, and the bytes of its parameters.
 
     >>> calls, _ = layers_of(lambda: nn.Conv1d(2, 4, 3), (1, 2, 10), torch.float32)
     >>> calls[0].target, calls[0].window
@@ -174,7 +174,7 @@ def layers_of(
 
 
 def call_of(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> LayerCall:
-    """What a layer does that makes y of x."""
+    """Describe the call of a layer that maps x to y."""
     source, target = tuple(x.shape), tuple(y.shape)
     ndim = len(source) - 2
     flops = 0.0
@@ -187,7 +187,7 @@ def call_of(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> L
         stride = _each(getattr(module, "stride", None) or sizes, ndim)
         if isinstance(module, nn.modules.conv._ConvTransposeNd):
             flops = 2.0 * prod(source) * prod(weight.shape[1:])  # type: ignore[union-attr]
-            # seen from the output: an input reaches as many outputs as the kernel is wide
+            # as seen from the output: an input contributes to as many outputs as the kernel is wide
             window = tuple(ceil(w / s) for w, s in zip(window, stride, strict=True))
             stride = (1,) * ndim
         elif weight is not None:
@@ -205,14 +205,14 @@ def _each(value: Any, ndim: int) -> Shape:
 def best_grids(
     calls: Sequence[LayerCall], parameters: int, shape: Shape, workers: int, machine: Machine
 ) -> list[ModelCandidate]:
-    """The grids for a model, the fastest first: batch and space are split, channels are whole."""
+    """The grids for a model, fastest first; batch and space are split, channels are whole."""
     most = (shape[0], 1, *shape[2:])
     grids = factorings(workers, most)
     if not grids:
         raise ValueError(f"an input of shape {shape} cannot be split over {workers} workers")
     found = [predicted(calls, parameters, grid, workers, machine) for grid in grids]
-    # Of those that are predicted alike the one that splits leading dimensions, whose halos are
-    # contiguous: the last digits differ by the order in which layers are added up.
+    # Among grids with equal predictions, prefer those that split leading dimensions, whose halos
+    # are contiguous: the last digits depend only on the order in which layers are added.
     return sorted(
         found,
         key=lambda each: (
@@ -236,8 +236,8 @@ def predicted(
         nothing = 0, 0, 0.0, 0
         halo = halo_of(call, grid, rates, machine) if call.window else nothing
         num_bytes, neighbours, seconds, dims = halo
-        # Thin parts compute in the time of what they give (`tensor/thin_volumes.py`). Where several
-        # dimensions have a halo, the part is put together with what others gave of all but one.
+        # Thin parts compute in the time of their output (`tensor/thin_volumes.py`). If several
+        # dimensions have a halo, the part is concatenated with the halos of all but one.
         passed += _COPY * max(0, dims - 1) * given
         once = call.flops * share / rates.matrix + passed * call.itemsize / rates.memory
         computing += (1 + _BACKWARD) * (once + rates.step)
@@ -248,16 +248,16 @@ def predicted(
         received += 2 * num_bytes
         messages += 2 * neighbours
         exchanging += 2 * seconds
-    if workers > 1:  # gradients: each worker sums its share, and gives it to the others
+    if workers > 1:  # gradients: each worker sums its share, and sends it to the others
         exchanging += 2 * parameters / rates.bandwidth
         exchanging += 2 * between_hosts(parameters, workers, machine)
     return ModelCandidate(grid, computing + exchanging, computing, received, messages)
 
 
 def between_hosts(num_bytes: int, workers: int, machine: Machine) -> float:
-    """Seconds between hosts of half a sum that all workers get: each host adds a part of it.
+    """The seconds between hosts of half an all-reduce, in which each host adds a part of it.
 
-    The other half, in which each host gives its part to the others, takes as long.
+    The other half, in which each host sends its part to the others, takes as long.
     """
     network = machine.network
     if network is None or workers <= network.workers_per_host:
@@ -271,7 +271,7 @@ def between_hosts(num_bytes: int, workers: int, machine: Machine) -> float:
 
 
 def _largest(shape: Shape, grid: Shape) -> int:
-    """How many values the largest part has; dimensions behind those of the grid are whole."""
+    """The number of values of the largest part; dimensions after those of the grid are whole."""
     sizes = [*grid, *[1] * len(shape)][: len(shape)]
     return prod(ceil(length / parts) for length, parts in zip(shape, sizes, strict=True))
 
@@ -279,15 +279,19 @@ def _largest(shape: Shape, grid: Shape) -> int:
 def halo_of(
     call: LayerCall, grid: Shape, rates: Rates, machine: Machine
 ) -> tuple[int, int, float, int]:
-    """One exchange of a worker inside of the grid: the bytes that it receives, from how many
-    neighbours, the seconds of it, and along how many dimensions it has neighbours."""
+    """The halo exchange of an inner worker of the grid.
+
+    Returns:
+        The bytes that it receives, the number of its neighbours, the seconds, and the number of
+        dimensions along which it has neighbours.
+    """
     own, wide, reached, dims, outside = 1, 1, 1, 0, 0.0
     stride_in_grid = 1
     for length, parts, out, window, stride in reversed(
         list(zip(call.source[2:], grid[2:], call.target[2:], call.window, call.stride, strict=True))
     ):
         part = ceil(length / parts)
-        # Where parts end at a multiple of the stride, windows overlap by less.
+        # If parts end at a multiple of the stride, windows overlap by less.
         overlap = window - (stride if length % (parts * stride) == 0 else 1)
         halo = min(max(0, overlap), length - part) if parts > 1 and out else 0
         own, wide = own * part, wide * (part + halo)

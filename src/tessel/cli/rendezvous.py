@@ -1,8 +1,8 @@
-"""Rendezvous: how the launchers of `tessel run` meet, and where their workers then do.
+"""Rendezvous: how the launchers of `tessel run` and then their workers meet.
 
-Torch's own (`c10d`) listens on all interfaces, lets everybody in, and unpickles what it finds. This
-one has torch's store on the loopback interface of the first host, to which launchers of other hosts
-get through a gate (`launch.gate`), and what launchers say to each other there is numbers and JSON.
+Torch's own (`c10d`) listens on all interfaces, accepts all connections, and unpickles received
+data. This one has torch's store on the loopback interface of the first host, which launchers of
+other hosts reach through a gate (`launch.gate`), and launchers exchange only numbers and JSON.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch.distributed.elastic.rendezvous import (
 from tessel.launch.gate import Endpoint, Gate, GateError, Tunnel
 
 BACKEND = "tessel"
-SECONDS_TO_MEET = 600.0  # as torch's own
+SECONDS_TO_MEET = 600.0  # the same as torch's
 _SECONDS_TO_LEAVE = 5.0
 _LOOPBACK = "127.0.0.1"
 
 
 class HostRendezvous(RendezvousHandler):
-    """Where the launchers of a job meet: in torch's store, on loopback interfaces only.
+    """The rendezvous of the launchers of a job: torch's store, on loopback interfaces only.
 
     Args:
-        job: its name, the same on all hosts.
-        hosts: how many there are.
-        endpoint: where the first one has its gate; None for one host, which needs none.
-        token: what all hosts know.
+        job: the name of the job, the same on all hosts.
+        hosts: the number of hosts.
+        endpoint: the address of the first host's gate; None for one host, which needs none.
+        token: the secret that all hosts know.
         seconds: how long to wait for the others.
     """
 
@@ -49,7 +49,7 @@ class HostRendezvous(RendezvousHandler):
         knocks = None if endpoint is None else endpoint.listen()
         self.is_first = endpoint is None or knocks is not None
         if self.is_first:
-            # The system chooses the port, and nobody can take it: torch serves on this very socket.
+            # The system chooses the port, which nobody can take: torch serves on this socket.
             listener = socket.create_server((_LOOPBACK, 0), backlog=128)
             self._port = listener.getsockname()[1]
             settings: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
@@ -83,7 +83,7 @@ class HostRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         store = dist.PrefixStore(f"tessel/{self._job}", self._store)
         try:
-            # The host with the store is the first, so that the workers with low numbers are near.
+            # The host with the store is the first, so that workers of low ranks are near it.
             rank = 0 if self.is_first else store.add("hosts", 1)
             if rank >= self._hosts:
                 raise RendezvousConnectionError(
@@ -113,14 +113,14 @@ class HostRendezvous(RendezvousHandler):
         return self._job
 
     def shutdown(self) -> bool:
-        if self._door is not None:  # at the first host's, others may still read that all are done
+        if self._door is not None:  # through the first host's, others may still read the end
             self._door.close(_SECONDS_TO_LEAVE if self.is_first else 0.0)
         self._door = None
         return True
 
 
 def rendezvous_of(parameters: RendezvousParameters) -> HostRendezvous:
-    """The rendezvous that `tessel run` has made, as torch's launcher asks for one by its name."""
+    """The rendezvous made by `tessel run`; torch's launcher looks it up by name."""
     return parameters.config["rendezvous"]
 
 

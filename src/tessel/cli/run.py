@@ -1,9 +1,9 @@
 """Run a script on several workers.
 
-It is torchrun with good defaults: as many threads per worker as there are cores for it, a
-rendezvous that needs no free port, and, when a worker fails, the traceback of the one that failed
-first as the last thing on the screen. The script sees the environment that torchrun gives, so
-`tessel.world()` and `torch.distributed.init_process_group()` work in it.
+It is torchrun with good defaults: as many threads per worker as it has cores, a rendezvous that
+needs no free port, and, when a worker fails, the traceback of the first failure as the last thing
+on the screen. The script sees the same environment as under torchrun, so `tessel.world()` and
+`torch.distributed.init_process_group()` work in it.
 
   tessel run -n 4 train.py --epochs 3
   tessel run -n 4 -m package.train --epochs 3
@@ -12,9 +12,9 @@ On two hosts, the same line on each:
 
   tessel run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
 
-On one host nothing listens but on the loopback interface. Hosts meet at the endpoint, where they
+On one host, only the loopback interface is used. Several hosts meet at the endpoint, where they
 prove to each other that they know the same token: that of TESSEL_TOKEN, of --token-file, or of
-~/.config/tessel/token, which the first run makes. Copy it where hosts share no home.
+~/.config/tessel/token, which the first run creates. Copy it if hosts share no home directory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tessel.transport.job import TRANSPORTS
 
 SUMMARY = "run a script on several workers (torchrun with good defaults)"
 
-# A death without a report is dated by when it was noticed, which is later than it happened.
+# A death without a report has the time at which it was noticed, which is later than its own.
 _NOTICED_LATE_SECONDS = 1.0
 _SECONDS_TO_END = 5
 _CHOICES = {
@@ -67,8 +67,8 @@ _CHOICES = {
     "TESSEL_CHECK": ("0", "1"),
     "TESSEL_DEBUG": ("0", "1"),
 }
-_REPORTS = "tessel-run-"  # how the folders begin in which workers leave reports of their failures
-_SECONDS_TO_LOCK = 10.0  # a folder as young as this may not be locked yet
+_REPORTS = "tessel-run-"  # prefix of the folders with workers' reports of their failures
+_SECONDS_TO_LOCK = 10.0  # a folder younger than this may not be locked yet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the workers and return the exit code: 0, or that of the worker that failed first."""
+    """Run the workers; return 0, or the exit code of the worker that failed first."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     check_command(args, command)
     try:  # here, and not on each worker
@@ -130,13 +130,13 @@ def execute(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.parser.error(str(error))
     n = args.workers or torch.cuda.device_count() or usable_cores()
-    # Workers inherit this. Torchrun would set one thread, however many cores there are.
+    # Workers inherit this. Torchrun would set one thread, regardless of the number of cores.
     if args.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // n)))
     if args.trace is not None:
         os.environ[TRACE] = args.trace
-    if "LOGLEVEL" not in os.environ:  # what elastic logs of a failure would hide its traceback
+    if "LOGLEVEL" not in os.environ:  # elastic's log of a failure would hide its traceback
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
@@ -169,7 +169,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _rendezvous(args: argparse.Namespace) -> HostRendezvous:
-    """Where this host's workers meet those of the others; what they listen on is set, too."""
+    """Make the rendezvous of this host with others, and set the interface for its workers."""
     if args.nnodes == 1:
         made = HostRendezvous(str(uuid.uuid4()), 1, None, b"", SECONDS_TO_MEET)
         interface = loopback()
@@ -177,19 +177,20 @@ def _rendezvous(args: argparse.Namespace) -> HostRendezvous:
         token = read_token(args.token_file)
         made = HostRendezvous(args.rdzv_id, args.nnodes, args.rdzv_endpoint, token, SECONDS_TO_MEET)
         interface = interface_of(made.address)
-    # Workers inherit this: Gloo and NCCL would listen on whatever the host's name stands for.
+    # Workers inherit this: Gloo and NCCL would listen on the address of the host's name.
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    os.environ.pop("TESSEL_TOKEN", None)  # is for launchers: programs log their environment
+    os.environ.pop("TESSEL_TOKEN", None)  # for launchers only, since programs log their environment
     return made
 
 
 @contextlib.contextmanager
 def reports_folder() -> Iterator[str]:
-    """A folder for the reports of workers; those that killed launchers have left are removed.
+    """Make a folder for the reports of workers, and remove those that killed launchers left.
 
-    A launcher holds a lock on its folder, which the system opens when it ends, however it ends.
+    A launcher holds a lock on its folder, which the system releases when the launcher ends in any
+    way.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_REPORTS}*"):
         with contextlib.suppress(OSError), locked(left, waits=False):
@@ -201,14 +202,14 @@ def reports_folder() -> Iterator[str]:
 
 
 def check_command(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """End with a message and exit code 2 when the workers could not even start."""
+    """End with a message and exit code 2 if the workers could not even start."""
     error = args.parser.error
     if not command:
         error("nothing to run: give a script, or -m and a module")
     if args.module:
         path = sys.path[:]
         sys.path.insert(0, os.getcwd())
-        try:  # the top-level package only: to look further would import it here
+        try:  # the top-level package only: looking further would import it here
             exists = importlib.util.find_spec(command[0].partition(".")[0]) is not None
         except (ImportError, ValueError):
             exists = False
@@ -234,10 +235,10 @@ def _config(
         "rdzv_configs": {"rendezvous": rendezvous},
         "local_addr": rendezvous.address,
         "max_restarts": 0,
-        "monitor_interval": 0.1,  # seconds until the end of a worker is noticed
+        "monitor_interval": 0.1,  # seconds between checks for the end of a worker
         "logs_specs": DefaultLogsSpecs(log_dir=reports),
     }
-    # Not all versions of torch that are supported have this one.
+    # Not all supported versions of torch have this option.
     if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
         options["shutdown_timeout"] = _SECONDS_TO_END
     return LaunchConfig(**options)
@@ -245,16 +246,16 @@ def _config(
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """How one worker ended.
+    """The end of a worker that failed.
 
     Args:
         rank: the worker.
         exitcode: its exit code, negative for a signal.
-        pid: its process.
+        pid: its process id.
         time: when it failed, in seconds since the epoch.
-        error: the exception, empty when the worker left no report.
-        traceback: the exception's traceback, empty when the worker left no report.
-        consequence: whether another worker's end made it fail.
+        error: the exception; empty if the worker wrote no report.
+        traceback: the exception's traceback; empty if the worker wrote no report.
+        consequence: whether it failed because another worker ended.
     """
 
     rank: int
@@ -267,11 +268,11 @@ class WorkerFailure:
 
     @classmethod
     def of(cls, rank: int, failure: ProcessFailure, killed: Collection[int] = ()) -> WorkerFailure:
-        """What elastic knows of a worker's end, with the worker's own report if it left one.
+        """Combine elastic's record of a worker's end with the worker's own report, if any.
 
-        `killed` are the processes that were ended here, since they did not end by themselves.
+        `killed` are the processes that this launcher killed, since they did not end by themselves.
         """
-        # Elastic ends the others by this signal when a worker has failed.
+        # Elastic ends the other workers by this signal when one has failed.
         ended_by_launcher = failure.exitcode == -signal.SIGTERM or failure.pid in killed
         message = failure.message
         if not isinstance(message, dict):
@@ -280,7 +281,7 @@ class WorkerFailure:
         info = message["extraInfo"]
         return cls(
             rank,
-            info["exitcode"],  # the process may have been ended on its way out
+            info["exitcode"],  # the process may have been killed while it ended
             failure.pid,
             time=info["time"],
             error=message["message"],
@@ -301,7 +302,7 @@ class WorkerFailure:
 
 
 def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure:
-    """Return the failure that came first, those that other failures caused left out.
+    """Return the first failure that was not the consequence of another.
 
     >>> from tessel.cli.run import WorkerFailure, first_failure
     >>> lost = WorkerFailure(0, 1, 100, time=5.0, error="WorkerLost: worker 1", consequence=True)
@@ -311,14 +312,14 @@ def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure:
     """
     failures = list(failures)
     causes = [failure for failure in failures if not failure.consequence]
-    # Where none is a cause, as with a worker that was stopped, those who lost it say what happened,
-    # and those whom the launcher has ended do not.
+    # If none is a cause, as when a worker was stopped, the reports of workers that lost it explain
+    # what happened, and workers that the launcher ended have none.
     told = [failure for failure in failures if failure.error]
     return min(causes or told or failures, key=lambda failure: failure.time)
 
 
 def report(failures: Sequence[WorkerFailure], world_size: int) -> int:
-    """Show the failures, the first one last with its traceback, and return its exit code."""
+    """Print the failures, the first one last with its traceback, and return its exit code."""
     first = first_failure(failures)
     console = _stderr()
     ranks: dict[str, list[int]] = {}  # one line for each error that followed the first one
@@ -335,7 +336,7 @@ def report(failures: Sequence[WorkerFailure], world_size: int) -> int:
     )
     if first.traceback:
         console.print(first.traceback.rstrip("\n"), markup=False)
-    # As shells say it: 128, and the number of the signal.
+    # As in shells: 128 plus the number of the signal.
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
 
@@ -345,8 +346,8 @@ def _stderr() -> Console:
 
 @argument
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    # not everything that `int` takes: it reads "1_0" and digits of all scripts
+    """Parse a whole number of at least 1."""
+    # stricter than `int`, which accepts "1_0" and digits of all scripts
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
         raise ValueError(f"expected 1 or more, got {text}")
     return int(text)
@@ -354,7 +355,7 @@ def positive(text: str) -> int:
 
 @argument
 def trace_file(text: str) -> str:
-    """Where a trace can be written."""
+    """Parse a path to which a trace can be written."""
     path = os.path.abspath(text)
     if wrong := why_not(Path(path)):
         raise ValueError(wrong)

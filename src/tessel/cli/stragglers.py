@@ -1,8 +1,8 @@
 """Stragglers: workers that do not end when the launcher asks them to.
 
-When a worker has failed, elastic sends SIGTERM to the others and gives each half of a minute. A
-worker that is stopped, by a signal or a debugger, does not even see it; one whose signals are
-blocked, or that the system keeps in a call, neither. Nothing is left to wait for in either case.
+When a worker has failed, elastic sends SIGTERM to the others and gives each half a minute. A worker
+that is stopped, by a signal or a debugger, does not see the signal; neither does one whose signals
+are blocked, or that is stuck in a system call. In these cases waiting is useless.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-TICK = 0.2  # seconds between two looks
-SECONDS_TO_NOTICE = 5.0  # seconds for which a worker may leave the signal unseen
+TICK = 0.2  # seconds between two checks
+SECONDS_TO_NOTICE = 5.0  # seconds that a worker has to see the signal
 
 
 class Stragglers(threading.Thread):
@@ -28,7 +28,7 @@ class Stragglers(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="tessel stragglers", daemon=True)
         self.killed: set[int] = set()
-        self._since: dict[int, float] = {}  # when a signal was first seen to wait
+        self._since: dict[int, float] = {}  # when a pending signal was first seen
         self._over = threading.Event()
 
     def __enter__(self) -> Stragglers:
@@ -43,7 +43,7 @@ class Stragglers(threading.Thread):
         while not self._over.wait(TICK):
             children = list[str]()
             for path in Path("/proc/self/task").glob("*/children"):
-                with contextlib.suppress(OSError):  # of a thread that has ended
+                with contextlib.suppress(OSError):  # the thread has ended
                     children += path.read_text().split()
             for pid in map(int, children):
                 with contextlib.suppress(OSError, ValueError, KeyError):  # it may have ended
@@ -55,7 +55,7 @@ class Stragglers(threading.Thread):
                         continue
                     since = self._since.setdefault(pid, time.monotonic())
                     if status["State"][0] in "Tt":
-                        os.kill(pid, signal.SIGCONT)  # and it sees the other signal
+                        os.kill(pid, signal.SIGCONT)  # it then sees the other signal
                     if time.monotonic() - since > SECONDS_TO_NOTICE:
                         self.killed.add(pid)
                         os.kill(pid, signal.SIGKILL)

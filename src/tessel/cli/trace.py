@@ -1,9 +1,9 @@
-"""Say who waited for whom in a trace, and draw it.
+"""Show who waited for whom in a trace, and draw it.
 
-A trace is what `with tessel.trace("run.json"):` or `tessel run --trace run.json` wrote. A table
-says how long each worker waited for each other, a second one what each did all the time, a third in
-which layers they waited the longest. The picture has a line for each worker. Every event is in the
-file itself, which https://ui.perfetto.dev and chrome://tracing show.
+A trace is a file written by `with tessel.trace("run.json"):` or `tessel run --trace run.json`. A
+table shows how long each worker waited for each other, a second one how each spent its time, and a
+third in which layers they waited the longest. The picture has a line for each worker. All events
+are in the file itself, which https://ui.perfetto.dev and chrome://tracing display.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 SUMMARY = "say who waited for whom in a trace of workers, and draw it"
 
-MOST_COLUMNS = 16  # workers beside each other in a table; of more, the longest waits are listed
+MOST_COLUMNS = 16  # workers in the columns of a table; for more, the longest waits are listed
 MOST_PLACES = 8
 _COLOURS = dict(zip(ROWS, ("#9db7d5", "#ccbb44", "#228833", "#ee6677", "#aa3377"), strict=True))
-_BINS = 2400  # of a picture, as many as it has points from left to right
+_BINS = 2400  # bins of a picture, one for each pixel from left to right
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Read, print, draw, and return 2 for what is not a trace."""
+    """Read, print and draw a trace; return 2 if the file is not one."""
     try:
         trace = loaded(args.file)
         found = read(trace)
@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
             target = args.picture or Path(args.file).with_suffix(".png")
             draw(trace, found).savefig(target, dpi=150)
             print(f"the picture is in {target}", file=sys.stderr)
-    except ImportError as error:  # without matplotlib the tables are still worth something
+    except ImportError as error:  # without matplotlib the tables are still useful
         print(f"tessel trace: {error}; --no-picture draws nothing", file=sys.stderr)
         return 2 if args.picture else 0
     except (ValueError, OSError) as error:
@@ -69,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class WaitingPlace:
-    """Where workers waited: a layer, in a pass, and what for."""
+    """A place where workers waited: a layer, in a pass, and what for."""
 
     layer: str
     what: str
@@ -79,16 +79,16 @@ class WaitingPlace:
 
 @dataclass(frozen=True)
 class Found:
-    """What a trace says.
+    """The summary of a trace.
 
     Attributes:
-        workers: those that are in it, and `missing` those that are not.
-        seconds: that it lasted.
+        workers: the workers in it; `missing`: those that are not in it.
+        seconds: its duration.
         rows: for each worker the seconds in each row, in its first thread.
         waits: for each worker the seconds for which it waited for each other.
-        sent, received: bytes of each worker.
-        places: where the waits were the longest.
-        left_out: events that were too many, by worker.
+        sent, received: the bytes of each worker.
+        places: the places of the longest waits.
+        left_out: the number of events beyond the limit, by worker.
     """
 
     workers: tuple[int, ...]
@@ -103,7 +103,7 @@ class Found:
 
 
 def read(trace: dict[str, Any]) -> Found:
-    """What a trace says."""
+    """Summarize a trace."""
     events, about = trace["traceEvents"], trace["tessel"]
     workers = tuple(sorted({e["pid"] for e in events}))
     rows = {worker: dict.fromkeys(ROWS, 0.0) for worker in workers}
@@ -143,7 +143,7 @@ def read(trace: dict[str, Any]) -> Found:
 
 
 def loaded(path: str | Path) -> dict[str, Any]:
-    """The trace in a file; ValueError if it is none."""
+    """Load the trace in a file; ValueError if it is none."""
     try:
         trace = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -159,7 +159,7 @@ def loaded(path: str | Path) -> dict[str, Any]:
 
 
 def tables(found: Found) -> Iterator[Any]:
-    """What a trace says, for a terminal."""
+    """The summary of a trace, for a terminal."""
     yield f"[bold]{len(found.workers)} workers, {num_seconds(found.seconds)}[/]"
     if found.missing:
         who = f"worker{'s' * (len(found.missing) > 1)} {', '.join(map(str, found.missing))}"
@@ -186,7 +186,7 @@ def tables(found: Found) -> Iterator[Any]:
 
 
 def table_of_waits(found: Found) -> Table:
-    """How long each waits for each other; of many workers, the longest waits."""
+    """A table of how long each waits for each other; for many workers, of the longest waits."""
     everybody = sorted({*found.workers, *(p for each in found.waits.values() for p in each)})
     if len(everybody) <= MOST_COLUMNS:
         table = table_of_numbers("  worker", *(f"for {other}" for other in everybody), "in all")
@@ -207,7 +207,7 @@ def table_of_waits(found: Found) -> Table:
 
 
 def draw(trace: dict[str, Any], found: Found) -> Figure:
-    """A trace as a picture: a line for each worker, coloured by what it does."""
+    """Draw a trace: a line for each worker, coloured by its activity."""
     events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] < len(ROWS)]
     length = max(found.seconds, 1e-9)
     figure = new_figure(14, 1.7 + 0.62 * len(found.workers))
@@ -222,7 +222,7 @@ def draw(trace: dict[str, Any], found: Found) -> Figure:
             ax.broken_barh(bars, (line - 0.36, 0.72), facecolors=_COLOURS[row], linewidth=0)
         for event in own:
             width, text = event["dur"] / 1e6, event["name"]
-            room = width / length / 0.0085  # characters of this size in the whole width
+            room = width / length / 0.0085  # in characters of this size
             if event["cat"] == "waiting":
                 text = f"for {event['args']['worker']}"
                 more = f"{text}, in {event['args']['layer'] or event['args']['in']}"
@@ -252,12 +252,12 @@ def draw(trace: dict[str, Any], found: Found) -> Figure:
 
 
 def _joined(bars: list[tuple[float, float]], length: float) -> list[tuple[float, float]]:
-    """The same bars in seconds, those that no eye could tell apart as one."""
+    """The same bars in seconds, with those joined that cannot be distinguished."""
     finest = length / _BINS
     found: list[tuple[float, float]] = []
     for start, width in sorted(bars):
         begin, end = start / 1e6, (start + width) / 1e6
-        # only what is shown as less than a point is joined: else it would cover other colours
+        # only bars less than a pixel apart are joined: others would cover other colours
         if found and begin - sum(found[-1]) < finest / 4 and begin >= found[-1][0]:
             found[-1] = found[-1][0], max(end, sum(found[-1])) - found[-1][0]
         else:

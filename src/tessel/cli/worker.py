@@ -1,7 +1,7 @@
 """One worker of `tessel run`: `python -m tessel.cli.worker [-m] TARGET ARGS…`.
 
-Runs a script or a module as python would, destroys the process group at a normal end, and leaves
-a report of a failure where the launcher finds it, so that the launcher can show the first one.
+Runs a script or a module as Python would, destroys the process group at a normal end, and writes a
+report of a failure for the launcher, which shows the first one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tessel.launch.fork import die_with, exit_code
 from tessel.machine import keep_freed_memory
 from tessel.tracing import block
 
-# An exception that says that another worker went away, in the words of Gloo, NCCL and the store.
+# Errors of Gloo, NCCL and the store that mean that another worker was lost.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|socket closed"
     r"|timed out (after )?waiting|failed to recv|no error in sendbytes",
@@ -36,15 +36,15 @@ _LOST = re.compile(
 _LOST_TYPES = (WorkerLost, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _FRAMES_BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
 _SECONDS_TO_END = 10.0
-# Seconds for a worker that has lost another: Gloo may wait for that one while groups are destroyed.
+# Seconds for a worker that lost another: Gloo may wait for that one when groups are destroyed.
 _SECONDS_TO_FOLLOW = 2.0
 
 
 class Reporter(errors.ErrorHandler):
-    """Writes the exception that ended this worker, and when, for the launcher."""
+    """Writes the exception that ended this worker, and its time, for the launcher."""
 
     def record_exception(self, e: BaseException) -> None:
-        """Write `e` to the error file, or print it when there is no such file."""
+        """Write `e` to the error file, or print it if there is no such file."""
         trace = e.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in _FRAMES_BEFORE_THE_SCRIPT:
             trace = trace.tb_next
@@ -53,7 +53,7 @@ class Reporter(errors.ErrorHandler):
         if not path:
             sys.stderr.write(text)
             return
-        now = time.time()  # elastic's own time has whole seconds: too few to tell who was first
+        now = time.time()  # elastic's time has whole seconds, too coarse to tell who was first
         info = {
             "py_callstack": text,
             "timestamp": str(int(now)),
@@ -67,28 +67,28 @@ class Reporter(errors.ErrorHandler):
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that it came from, says that another worker was lost."""
+    """Return whether an exception, or a cause of it, means that another worker was lost."""
     while error is not None:
         if isinstance(error, _LOST_TYPES):
             return True
         if isinstance(error, RuntimeError | OSError) and _LOST.search(str(error)):
             return True
-        # Whoever catches it and raises something else has still lost a worker.
+        # Code that catches it and raises something else has still lost a worker.
         error = error.__cause__ or error.__context__
     return False
 
 
 def main(argv: list[str]) -> int:
     """Run `[-m] TARGET ARGS…` and return this worker's exit code."""
-    die_with(os.getppid())  # when the launcher is gone, even by SIGKILL
+    die_with(os.getppid())  # even if the launcher ends by SIGKILL
     keep_lines_whole()
     keep_freed_memory()
-    # What torch's import made is no garbage. To look through it takes Python some 150 ms, on each
-    # worker at a moment of its own, in which all others wait.
+    # Objects from torch's import are no garbage. Scanning them takes Python some 150 ms, on each
+    # worker at a different moment, in which all others wait.
     gc.freeze()
     reporter = Reporter()
     reporter.initialize()
-    block.begin_program()  # of a trace, if one is asked for
+    block.begin_program()  # begins a trace, if one is requested
     try:
         if argv[0] == "-m":
             sys.argv = argv[1:]
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
         else:
             path = os.path.abspath(argv[0])
             sys.argv = [path, *argv[1:]]
-            if not sys.flags.safe_path:  # where python looks for modules first, as for any script
+            if not sys.flags.safe_path:  # Python first looks for modules there, for any script
                 sys.path[0] = os.path.dirname(os.path.realpath(path))
             runpy.run_path(path, run_name="__main__")
     except KeyboardInterrupt:
@@ -113,17 +113,17 @@ def main(argv: list[str]) -> int:
         endings.end_program(error)
         return _end_soon(exit_code(error), is_consequence(error))
     block.end_program()
-    transport.leave()  # a thread of a group that runs when Python ends aborts the process
+    transport.leave()  # a running thread of a group would abort the process when Python ends
     return 0
 
 
 def _end_soon(code: int, follows: bool = False) -> int:
-    """Return `code`, and end the process with it even if a thread of the script goes on.
+    """Return `code`, and end the process with it even if a thread of the script keeps running.
 
-    `follows` says that this worker ends because another one did.
+    `follows`: whether this worker ends because another one did.
     """
     sys.stdout.flush()
-    # A thread that is not a daemon would keep the process, and with it all others, waiting.
+    # A thread that is not a daemon would keep the process alive, and all others waiting.
     seconds = _SECONDS_TO_FOLLOW if follows else _SECONDS_TO_END
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True

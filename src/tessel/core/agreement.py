@@ -89,7 +89,8 @@ class Signature:
     def of_output(cls, out: Any) -> Signature:
         """The signature of an output; it has a tangent if torch differentiates the values."""
         plain = getattr(type(out), "__torch_dispatch__", None) is Tensor.__torch_dispatch__
-        found = cls.of(out if plain else None)  # what has no memory of its own cannot be written to
+        # what has no memory of its own cannot be written to
+        found = cls.of(out if plain and _can_change(out) else None)
         overlaps = found.dtype is not None and _overlaps(out)
         return replace(found, has_tangent=in_transform(), overlaps=overlaps)
 
@@ -180,10 +181,12 @@ class Agreement(Generic[T]):
             kind: Any = x.shape, x.dtype, x.device, x.layout, x.requires_grad, enabled
         else:
             kind = x = Signature.of(x)
-        if isinstance(out, Tensor):
+        has_strides = isinstance(out, Tensor) and not out.is_nested
+        if has_strides:
             lies = out.shape, out.stride() if out.layout is torch.strided else out.layout
-            kind = kind, type(out), *lies, out.dtype, out.device, out.requires_grad
-        keeps = not in_transform() and (out is None or isinstance(out, Tensor))
+            flags = out.requires_grad, _can_change(out)
+            kind = kind, type(out), *lies, out.dtype, out.device, *flags
+        keeps = not in_transform() and (out is None or has_strides)
         said = self._said.get(kind) if keeps else None  # tangents are not in the key
         if said is None:
             signature = Signature.of(x)
@@ -362,7 +365,10 @@ def check_outputs(
                     "torch.empty(0)"
                 )
         elif out.dtype is None:
-            raise ValueError(f"{label}: {got} no tensor, or one that cannot be written to")
+            raise ValueError(
+                f"{label}: {got} no tensor, or one that cannot be written to, as one that was "
+                "made under torch.inference_mode() cannot outside of it"
+            )
         elif (out.shape, out.dtype, out.device) != (shape, meta.dtype, meta.device):
             raise ValueError(
                 f"{label}: {got} a tensor of shape {out.shape}, {out.dtype} on {out.device}; "
@@ -375,6 +381,11 @@ def check_outputs(
                 f"{label}: {got} a tensor some of whose elements share memory: pass one that owns "
                 "its memory"
             )
+
+
+def _can_change(x: Tensor) -> bool:
+    """Whether torch lets a tensor be changed: one of inference mode only there."""
+    return not x.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _overlaps(x: Tensor) -> bool:

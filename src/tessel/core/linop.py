@@ -120,7 +120,8 @@ class LinearOperator(HasHandle):
     def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
         """Write the output to `out`, which it fits, and give it; nothing is recorded."""
         with torch.no_grad():
-            return out.copy_(self._apply(x))
+            y = self._apply(x)
+            return out.copy_(y) if self.codomain.partition.active else out  # where nothing comes
 
     def prepare(self) -> transport.Group:
         """Make the group of the operator, on all workers of the job together, and return it.

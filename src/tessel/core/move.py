@@ -452,6 +452,7 @@ class Stage:
             and not plan.silent
             and plan.kept is not None
             and all(self._gaps)  # () is the whole output
+            and not (x.is_conj() or x.is_neg())  # whose values are not those in its memory
             and (own.data_ptr(), own.shape, own.stride()) == (x.data_ptr(), x.shape, x.stride())
         )
 

@@ -1,4 +1,4 @@
-"""The model-parallel group: the workers over which layers spread their weights by default."""
+"""The model-parallel group: the workers over which layers split their weights by default."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tessel.transport import kept_in_job
 
 
 def init_process_group(group_size: int | None = None) -> None:
-    """Fix the default model-parallel group: this many contiguous workers, or all of them.
+    """Fix the default model-parallel groups: this many consecutive workers each, or all in one.
 
-    The name is that of torchshard; this takes no backend and no address, as the function of the
-    same name in `torch.distributed` does. All workers call this together, once. With 8 workers and
+    The name is that of torchshard; unlike the function of the same name in `torch.distributed`,
+    this takes no backend and no address. All workers call this together, once. With 8 workers and
     a group size of 2, workers 0 and 1 are the first group, and 6 and 7 the last. Under `torchrun`
     or `tessel run` this joins the job.
 
@@ -65,7 +65,7 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group() -> None:
-    """Forget the default group; what `torch.distributed` has set up stays.
+    """Forget the default group; the process groups of `torch.distributed` stay.
 
     >>> import tessel
     >>> tessel.distributed.init_process_group()
@@ -84,7 +84,7 @@ def destroy_process_group() -> None:
 def get_rank() -> int:
     """The place of this worker in its model-parallel group, from 0 to `get_group_size() - 1`.
 
-    Its number in the job is `tessel.world().rank`.
+    Its rank in the job is `tessel.world().rank`.
 
     >>> import tessel
     >>> tessel.distributed.get_rank()
@@ -116,7 +116,7 @@ def get_group_size() -> int:
 
 
 def get_group() -> Partition:
-    """The model-parallel group of this worker: all workers until `init_process_group` says else.
+    """The model-parallel group of this worker: all workers, unless `init_process_group` was called.
 
     >>> import tessel
     >>> tessel.distributed.get_group()
@@ -136,8 +136,8 @@ def row_of(partition: Partition | None) -> Partition:
 
 
 def _chosen() -> list[Partition]:
-    """The group that `init_process_group` fixed in this job for this worker, if it did."""
-    transport.look_for_job()  # another one may have begun, of which nothing is fixed yet
+    """A list of the group that `init_process_group` fixed in this job for this worker, if any."""
+    transport.look_for_job()  # a new job may have begun, in which nothing is fixed yet
     return _kept()
 
 

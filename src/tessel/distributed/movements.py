@@ -36,7 +36,7 @@ def copy(x: Tensor, partition: Partition | None = None) -> Tensor:
 
     Forward:  y_k = x, nothing moves.    Adjoint:  x = Σ_k y_k, an all-reduce.
 
-    Nothing is copied in memory: what is written into `y` in place is in `x`, too.
+    Nothing is copied in memory: `y` is a view of `x`, so writing into one changes the other.
 
     Args:
         x: one value, stored by all workers of the group.
@@ -51,12 +51,12 @@ def copy(x: Tensor, partition: Partition | None = None) -> Tensor:
 
 @eagerly
 def reduce(x: Tensor, partition: Partition | None = None) -> Tensor:
-    """Sum the values of all workers to one shared value.
+    """Sum the values of all workers into one shared value.
 
     Forward:  y = Σ_k x_k, an all-reduce.    Adjoint:  x_k = y, nothing moves.
 
     Args:
-        x: of the same shape on all workers of the group.
+        x: a tensor of the same shape on all workers of the group.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -92,17 +92,17 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
 
 @eagerly
 def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None) -> Tensor:
-    """Put the shards of all workers together to one shared value, which has no sharding.
+    """Concatenate the shards of all workers to one shared value, which has no sharding.
 
     Forward:  y = (x_0, x_1, …), an all-gather.    Adjoint:  x_k = y[part k], nothing moves.
 
-    The name is that of torchshard. `tessel.gather(x, P)` is another thing: it puts the parts of a
-    tensor on a grid together on the first worker, and `tessel.all_gather(x, P)` on all.
+    The name is that of torchshard. `tessel.gather(x, P)` is a different function: it assembles the
+    parts of a tensor on a grid on the first worker, and `tessel.all_gather(x, P)` on all.
 
     Args:
-        x: this worker's shard; without a sharding, its length along `dim` may be any.
-        dim: the dimension of which each worker has a part; None for that of the sharding.
-        partition: the workers; None for those of the sharding, or the default group.
+        x: this worker's shard; without a sharding, of any length along `dim`.
+        dim: the dimension that is split; None for that of the sharding.
+        partition: the workers; None for those of the sharding, else for the default group.
 
     >>> import tessel, torch
     >>> y = tessel.distributed.scatter(torch.ones(2, 3), dim=-1)
@@ -123,14 +123,14 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
 
 
 def _sent_whole(name: str, x: Tensor, row: Partition) -> Tensor:
-    """Move a value that is of one shape on all workers; a sharding of other workers stays."""
+    """Move a value of the same shape on all workers; a sharding over other workers is kept."""
     state = state_of(x)
     y = _movement(name, row, None, state)(as_plain(x))
     return y if state is None else as_shard(y, state)
 
 
 class _TensorMovement(Movement):
-    """A movement within one group of a tensor whose sharding all workers know."""
+    """A movement, within one group, of a tensor whose sharding all workers know."""
 
     def __init__(self, name: str, partition: Partition, dim: int | None, state: State) -> None:
         super().__init__(partition, partition)
@@ -154,7 +154,7 @@ class _TensorMovement(Movement):
                     )
             assert dim is not None
             return gathering(layout_of_parts(self.P_x, shapes, dim, size, f"{self}"))
-        # all others are movements of a value that has to be whole on every worker
+        # all others move a value that must be whole on every worker
         if self.state is not None and not self._is_of_another_group:
             raise ValueError(
                 f"{self}: expected a value that is whole on every worker; "
@@ -179,7 +179,7 @@ class _TensorMovement(Movement):
 
     @property
     def _is_of_another_group(self) -> bool:
-        """Whether the tensor is a shard over workers of whom only this one moves it now."""
+        """Whether the tensor is a shard over workers of which only this one takes part here."""
         assert isinstance(self.state, Sharding)
         theirs, ours = self.state.partition.ranks, self.P_x.ranks
         return theirs != ours and len({*theirs} & {*ours}) < 2
@@ -188,8 +188,8 @@ class _TensorMovement(Movement):
         dim = "" if self.dim is None else f", dim={self.dim}"
         what = describe(self.state)
         if isinstance(self.state, Sharding) and self._is_of_another_group:
-            # Workers that say different things raise, and here each has a group of its own: so
-            # these words tell which part it is, and not of whom.
+            # Workers whose texts differ raise, and here each has a group of its own: so the text
+            # names the part, and not the workers.
             row, size = self.state.partition, self.state.size
             part = f"part {row.rank} of {row.size} of {size}"
             what = f"a shard along dim {self.state.dim}, {part}, over another group"

@@ -1,14 +1,14 @@
-"""Propagation: the sharding of what torch computes from shards, as the table of rules says.
+"""Propagation: the sharding of results that torch computes from shards, by the table of rules.
 
-A shard computes as any tensor does, with the part of one worker. Whether that gives this worker's
-part of what the function gives of the whole tensors, the table of `tessel.tensor` knows: its rule
-is tried on random numbers in their place (`tessel.distributed.trial`). If it does with a part what
-the function does, the result is a shard, and the layout says along which dimension; if it
-would send something, or does something else, the sharding is lost.
+A shard computes as any tensor does, with the part of one worker. Whether the result is this
+worker's part of the function of the whole tensors is decided by the table of `tessel.tensor`: its
+rule is tried on random numbers in their place (`tessel.distributed.trial`). If the rule does the
+same to a part as the function, the result is a shard, and the layout tells along which dimension;
+if the rule would send something, or does something else, the sharding is lost.
 
-Three things are not asked of the table, since a shard means something else by them than a spread
-tensor: lengths that it is given are those of this worker (`tessel.distributed.regrouping`), plain
-tensors beside it may be parts as well, and random numbers are its own.
+The table is not used for three things, which mean something else for a shard than for a spread
+tensor: the lengths given to a shard are those of this worker (`tessel.distributed.regrouping`),
+plain tensors combined with it may be parts as well, and random numbers are each worker's own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tessel.distributed.torch_call import (
 )
 from tessel.distributed.trial import layouts_after
 
-EXTREMA = ("max", "min")  # pointwise of two tensors, and of one they reduce it
+EXTREMA = ("max", "min")  # pointwise for two tensors, reductions for one
 
-# The state of one result: of a call of one shard, and of calls of several tensors.
+# The state of one result: for calls on one shard, and for calls on several tensors.
 _RULES: dict[str, Callable[[TorchCall, Sharding, Shape, Tensor], State]] = {}
 _OF_SEVERAL: dict[str, Callable[[TorchCall, Tensor], State]] = {}
 
@@ -46,10 +46,10 @@ def _rule(rules: dict[str, Any], *names: str) -> Callable[[Callable[..., State]]
 
 
 def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding | None:
-    """The sharding of the result of the most frequent calls; None for others: see `TorchCall`.
+    """The sharding of the result of the most frequent calls; None for others, see `TorchCall`.
 
-    These are pointwise functions of shards with one sharding and one shape, and of values beside
-    them that need no gradient.
+    These are pointwise functions of shards with one sharding and one shape, and of plain values
+    that need no gradient.
     """
     if not is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Sharding:
         return None
@@ -74,7 +74,7 @@ def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding |
 
 @lru_cache(maxsize=1024)
 def is_always_pointwise(name: str) -> bool:
-    """Whether a function of this name is pointwise, whatever arguments it has."""
+    """Whether a function of this name is pointwise for all arguments."""
     base = plain_name(name)
     return is_pointwise(base) and base not in (*EXTREMA, "where", "data")
 
@@ -92,7 +92,7 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
         return [_OF_SEVERAL[call.base](call, each) for each in found]
     alone = call.base in EXTREMA and len(call.tensors) == 1
     alone |= call.base == "where" and len(call.args) + len(call.kwargs) == 1
-    if is_pointwise(call.base) and not alone:  # `where` of one tensor gives places
+    if is_pointwise(call.base) and not alone:  # `where` of one tensor returns indices
         return [_pointwise(call, each) for each in found]
     if call.base in _RULES:
         subject = call.subject
@@ -104,7 +104,7 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
 
 
 def _by_table(call: TorchCall, found: list[Tensor]) -> list[State]:
-    """The states that follow from the layouts in which the results of the whole tensors lie."""
+    """The states that follow from the layouts of the results for the whole tensors."""
     sharding, _ = call.first_shard
     assert sharding is not None
     layouts = layouts_after(call)
@@ -117,7 +117,7 @@ def _by_table(call: TorchCall, found: list[Tensor]) -> list[State]:
 
 
 def state_after_writing(call: TorchCall) -> Sharding | UnknownSharding:
-    """The state of a tensor of which `x[index] = value` has changed a part."""
+    """The state of a tensor after `x[index] = value`."""
     target, index, value = call.args
     state, written = state_of(target), state_of(value)
     assert state is not None
@@ -140,9 +140,9 @@ def state_after_writing(call: TorchCall) -> Sharding | UnknownSharding:
 
 
 def state_after_replacing(call: TorchCall, is_parameter: bool) -> State:
-    """The state of a tensor that took the values of another, `x.set_(y)` or `x.data = y`.
+    """The state of a tensor after it took the values of another: `x.set_(y)` or `x.data = y`.
 
-    A parameter takes values of its own shape for what it was, unless these say otherwise.
+    A parameter that takes values of its own shape keeps its sharding, unless theirs contradicts it.
     """
     target = call.args[0]
     old, given = state_of(target), state_of(call.argument(1, "source"))
@@ -159,9 +159,9 @@ def state_after_replacing(call: TorchCall, is_parameter: bool) -> State:
 
 
 def shardings_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
-    """The shardings of the results of a pointwise function of lists, in their order.
+    """The shardings of the results of a pointwise function of lists, in order.
 
-    Nothing where tensors at one place have different shardings or shapes, which `TorchCall` tells.
+    Empty if tensors at one place have different shardings or shapes; see `calls_of_each` for these.
     """
     if torch.is_grad_enabled() or any(map(tensors_in, kwargs.values())):
         return []
@@ -186,7 +186,7 @@ def shardings_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, TorchCall]:
-    """What a function of lists does at each place where there is a sharding."""
+    """The calls that a function of lists makes at the places where a tensor has a sharding."""
     length = len(args[0])
 
     def at(value: Any, k: int) -> Any:
@@ -204,11 +204,11 @@ def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def check_target(call: TorchCall) -> None:
-    """Raise if a function would write shards into a tensor that does not say what it is then.
+    """Raise if a function would write shards into a tensor that cannot become a shard.
 
-    A tensor that has its memory for itself becomes a shard; a view, or one that has views, cannot.
+    A tensor that alone uses its memory becomes a shard; a view, or a tensor with views, cannot.
     """
-    # shards of one worker are whole: what is written is what it seems to be
+    # shards over a single worker are whole, so nothing is misunderstood
     if not any(
         s is not None and (s.partition is None or s.partition.size > 1) for s in call.states
     ):
@@ -222,9 +222,9 @@ def check_target(call: TorchCall) -> None:
 
 
 def fills_by_mask(call: TorchCall) -> bool:
-    """Whether `x[mask] = number` writes, by a mask that is a shard, into a plain tensor beside it.
+    """Whether this is `x[mask] = number` for a mask that is a shard and a plain tensor `x`.
 
-    This is `x.masked_fill_(mask, number)`, and `x` becomes a shard as it does there.
+    It equals `x.masked_fill_(mask, number)`, and `x` becomes a shard as it does there.
     """
     if call.name != "__setitem__":
         return False
@@ -236,15 +236,15 @@ def fills_by_mask(call: TorchCall) -> bool:
 
 
 def is_own(x: Tensor) -> bool:
-    """Whether a tensor is a plain one, of whose memory no other tensor has a part."""
+    """Whether a tensor is plain and shares its memory with no other tensor."""
     if type(x) is not Tensor or x.layout is not torch.strided:
         return False
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # its own, and this
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # its own and this
 
 
-@_rule(_OF_SEVERAL, "expand_as")  # of a plain tensor, what a product with the other's ones is
+@_rule(_OF_SEVERAL, "expand_as")  # like a product of a plain tensor and ones like the other
 def _pointwise(call: TorchCall, result: Tensor) -> State:
-    """Shardings count from the last dimension, as broadcasting does."""
+    """Shardings are aligned at the last dimension, as in broadcasting."""
     found: Sharding | None = None
     for sharding, shape in zip(call.states, call.shapes, strict=True):
         if not isinstance(sharding, Sharding):
@@ -260,7 +260,7 @@ def _pointwise(call: TorchCall, result: Tensor) -> State:
 
 @_rule(_OF_SEVERAL, "_weight_norm")
 def _normed_rows(call: TorchCall, result: Tensor) -> State:
-    """Rows of a weight, each with a norm of its own, may be split."""
+    """The rows of a weight, each with its own norm, may be split."""
     state, of_norm = call.states[:2]
     dim = int(call.argument(2, "dim", default=0))
     if not isinstance(state, Sharding) or of_norm not in (None, state) or state.dim != dim:
@@ -270,7 +270,7 @@ def _normed_rows(call: TorchCall, result: Tensor) -> State:
 
 @_rule(_RULES, "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
 def _channels(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
-    """Of a function that draws one number for each channel, and so for all that lies behind."""
+    """The rule of functions that draw one number for each channel and all dimensions after it."""
     if sharding.dim >= 2:
         return call.lost("behind the channels")
     return sharding
@@ -278,7 +278,7 @@ def _channels(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor)
 
 @_rule(_OF_SEVERAL, "module_load")
 def _loaded(call: TorchCall, result: Tensor) -> State:
-    """A parameter is given values of its own shape, and stays what it is."""
+    """A parameter that is loaded with values of its own shape keeps its sharding."""
     if len(set(call.shapes)) > 1:
         return call.lost()
     old, given = call.states
@@ -289,7 +289,7 @@ def _loaded(call: TorchCall, result: Tensor) -> State:
 
 @_rule(_RULES, "expand", "broadcast_to")
 def _expand(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
-    """The lengths that are given are those of this worker."""
+    """The lengths in the arguments are those of this worker's part."""
     dim = sharding.dim + result.ndim - len(shape)
     if result.shape[dim] != shape[sharding.dim]:
         return call.lost("of the dimension that is split")

@@ -1,8 +1,8 @@
-"""Shardings of reshaped shards: which dimension is split when a shard gets another shape.
+"""Shardings of reshaped shards: the split dimension of a shard in its new shape.
 
-A shard is given the lengths that it has here, not those of the whole tensor, so that the table of
-`tessel.tensor` cannot be asked: where the split dimension went is read from the lengths, and where
-they allow several readings the sharding is lost.
+A shard is reshaped to the lengths of this worker's part, not to those of the whole tensor, so the
+table of `tessel.tensor` does not apply: the new place of the split dimension is read from the
+lengths, and where these are ambiguous the sharding is lost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tessel.distributed.torch_call import Shape, TorchCall
 
 
 def reshaped(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
-    """Dimensions beside the split one may change; it may be split and merged as the outer one."""
+    """The other dimensions may change; the split one may be merged or split as the outer one."""
     if any(isinstance(each, torch.dtype) for each in call.args[1:]) and result.shape != shape:
         return call.lost("to a dtype of another width")
     new = tuple(result.shape)
     known, sizes = _regrouped(call, sharding, shape, new), call.rest("shape", "size")
     if isinstance(known, Sharding) or -1 not in sizes:
         return known
-    # The split dimension goes where the length is left open: numbers are the same on all workers.
-    # So shards that are 1 long, on some workers or on all, go where longer ones go.
+    # The split dimension goes where the length is given as -1: the other lengths are the same on
+    # all workers. So shards of length 1, on some workers or on all, go where longer ones go.
     place = sizes.index(-1)
     lead = _common(shape[: sharding.dim], new[:place])
     before, inner = prod(shape[lead : sharding.dim]), prod(shape[sharding.dim + 1 :])
@@ -50,9 +50,9 @@ def flattened(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor)
 
 
 def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) -> State:
-    """Where all dimensions up to the split one are as before, or all from it on, so is that."""
+    """The split dimension stays if all dimensions up to it do, or all from it on."""
     after, place = sharding.dim + 1, sharding.dim + len(new) - len(shape)
-    if shape[sharding.dim] == 1:  # it could go anywhere, unless it stays among as many ones
+    if shape[sharding.dim] == 1:  # it could go anywhere, unless the ones around it stay as many
         start = sharding.dim - _ones_before(shape, sharding.dim)
         stop = after + _ones_before(shape[::-1], len(shape) - after)
         behind = len(shape) - start
@@ -98,7 +98,7 @@ def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) ->
 
 
 def _common(some: Shape, others: Shape) -> int:
-    """How many of the first lengths are equal."""
+    """The number of leading lengths that are equal."""
     pairs = zip(some, others, strict=False)
     return next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
 
@@ -111,9 +111,10 @@ def _ones_before(shape: Shape, place: int) -> int:
 
 
 def _resized(sharding: Sharding, inner: int, new_inner: int) -> Sharding:
-    """The sharding of a dimension that was merged with what it contains, or split from it.
+    """The sharding of a dimension that was merged with inner ones, or split from them.
 
-    Where balanced parts of the one are not those of the other, the size is not told.
+    Where balanced parts of the old dimension are not balanced parts of the new one, the size is
+    None.
     """
     if sharding.size is None:
         return sharding

@@ -1,7 +1,7 @@
-"""Sharding: what says of a tensor that it is one worker's shard of a larger one.
+"""Sharding: the property of a tensor that is one worker's shard of a larger one.
 
-A shard carries it through torch's functions; where one of them does not say what its result is, the
-sharding is lost: that of the result is an `UnknownSharding`.
+Shards keep it in torch's functions; if the sharding of a result does not follow from the function,
+it is lost: the result has an `UnknownSharding`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ATTRIBUTE = "_tessel_sharding"
 
 @dataclass(frozen=True)
 class Sharding:
-    """A tensor is a shard: worker k of `partition` has the k-th part of its dimension `dim`.
+    """The sharding of a shard: worker k of `partition` has the k-th part along dimension `dim`.
 
     Args:
         dim: the dimension that is split, counted from the front.
         partition: the workers, in one row.
         size: the length of the dimension of the whole tensor, split into balanced parts; None if
-            that is not known.
+            unknown.
     """
 
     dim: int
@@ -41,23 +41,23 @@ class Sharding:
     @classmethod
     @kept_in_job  # each call of a parallel layer asks for it
     def of(cls, layout: Layout) -> Sharding | None:
-        """That of balanced shards over a row of workers; None for what is whole on all of them."""
+        """The sharding of balanced parts over a row of workers; None if nothing is split."""
         dim = next((dim for dim, cut in enumerate(layout.cuts) if cut.axes), None)
         return None if dim is None else cls(dim, layout.partition, layout.shape[dim])
 
     @property
     def interval(self) -> boxes.Interval | None:
-        """Where the part of this worker lies, if the size is known and it has one."""
+        """The interval of this worker's part, or None if the size is unknown or it has no part."""
         place = self.partition.rank
         if self.size is None or place is None:
             return None
         return boxes.balanced_part(self.size, self.partition.size, place)
 
     def layout(self, shape: Shape, partition: Partition | None = None) -> Layout:
-        """How the whole lies of which this worker has a shard of this shape.
+        """The layout of the whole tensor, of which this worker has a shard of this shape.
 
         Args:
-            shape: of the shard.
+            shape: the shape of the shard.
             partition: the same workers in the same order, on any grid; None for the row of them.
         """
         workers = self.partition if partition is None else partition
@@ -82,18 +82,18 @@ class Sharding:
         return layout
 
     def merged(self, other: Sharding) -> Sharding | None:
-        """The sharding of a tensor for which both hold; None if they contradict each other."""
+        """The sharding of a tensor that has both; None if they contradict each other."""
         known = self if self.size is not None else other
         sizes = {self.size, other.size} - {None}
         alike = self.dim == other.dim and self.partition.ranks == other.partition.ranks
         return known if alike and len(sizes) < 2 else None
 
     def at(self, dim: int) -> Sharding:
-        """The same along another dimension."""
+        """The same sharding along another dimension."""
         return self if dim == self.dim else replace(self, dim=dim)
 
     def after(self, layout: Layout) -> Sharding | None:
-        """That of a result that lies so, over as many workers; None if all of them have it."""
+        """The sharding of a result in this layout, over as many workers; None if not split."""
         split = (dim for dim, cut in enumerate(layout.cuts) if len(cut.intervals) > 1)
         dim = next(split, None)
         if dim is None:
@@ -103,7 +103,7 @@ class Sharding:
         if self.partition.size == 1:
             return Sharding(dim, self.partition, layout.local_shape[dim])
         size = layout.shape[dim]
-        # a sharding says where parts begin by the length alone, so that they must be balanced
+        # the size alone determines where parts begin, so they must be balanced
         balanced = layout.cuts[dim].intervals == boxes.balanced(size, self.partition.size)
         return Sharding(dim, self.partition, size if balanced else None)
 
@@ -114,11 +114,11 @@ class Sharding:
 
 @dataclass(frozen=True)
 class UnknownSharding:
-    """A tensor was computed from shards in a way that does not say what it is now.
+    """The state of a tensor that was computed from shards in a way that left its sharding unknown.
 
     Args:
-        function: which function lost the sharding.
-        why: what it did, or nothing.
+        function: the name of the function that lost the sharding.
+        why: the reason, as the end of a sentence, or an empty string.
         partition: the workers of the shards.
     """
 
@@ -135,7 +135,7 @@ class UnknownSharding:
 
     @property
     def remedy(self) -> str:
-        """What happened, and what the user can write."""
+        """What happened, and what the user can write instead."""
         return (
             f"its sharding was lost in {self._where}, so it is unknown whether it is a shard, and "
             "along which dimension; write x = tessel.register_parallel_dim(x, dim) after that, "
@@ -149,14 +149,14 @@ ShardingValues = tuple[int | str, str | tuple[int, ...], int | tuple[int, ...] |
 
 
 def in_values(state: Sharding | UnknownSharding) -> ShardingValues:
-    """A state as numbers and words, which files may contain that torch loads by default."""
+    """A state as numbers and strings, as files that torch loads by default may contain."""
     if isinstance(state, Sharding):
         return state.dim, state.partition.ranks, state.size
     return state.function, state.why, None if state.partition is None else state.partition.ranks
 
 
 def of_values(values: ShardingValues) -> Sharding | UnknownSharding:
-    """The state that was written as these values; its workers need not be there."""
+    """The state that was written as these values; its workers need not exist."""
     first, second, third = values
     if isinstance(first, int):
         assert isinstance(second, tuple) and not isinstance(third, tuple)
@@ -166,7 +166,7 @@ def of_values(values: ShardingValues) -> Sharding | UnknownSharding:
 
 
 def silent_row(ranks: Iterable[int]) -> Partition:
-    """Workers in a row, with which nobody talks: no group is made, and they need not be there."""
+    """A row of workers that never communicates: no group is made, and they need not exist."""
     ranks = tuple(ranks)
     partition = Partition.__new__(Partition)
     partition.__setstate__({"ranks": ranks, "shape": (len(ranks),)})
@@ -174,33 +174,33 @@ def silent_row(ranks: Iterable[int]) -> Partition:
 
 
 def state_of(x: Any) -> State:
-    """The sharding of a tensor, that it is not known, or None for a tensor without one."""
+    """The sharding of a tensor, possibly unknown, or None for a tensor without one."""
     state: State = getattr(x, ATTRIBUTE, None)
     if state is not None or not torch._C._are_functorch_transforms_active() or not is_wrapped(x):
         return state
-    # what a transform put around a tensor has no attributes: the one inside of it has
+    # the wrapper that a transform puts around a tensor has no attributes; the tensor inside has
     state = state_of(functorch.get_unwrapped(x))
     if not isinstance(state, Sharding) or not functorch.is_batchedtensor(x):
         return state
-    batch = functorch.maybe_get_bdim(x)  # which the tensor outside does not count
+    batch = functorch.maybe_get_bdim(x)  # a dimension that the wrapper hides
     if batch == state.dim:
         return UnknownSharding("vmap", "over the dimension that is split", state.partition)
     return state.at(state.dim - (batch < state.dim))
 
 
 def is_wrapped(x: Any) -> bool:
-    """Whether a transform of `torch.func` put a tensor of its own around another."""
+    """Whether a tensor is the wrapper of a transform of `torch.func` around another."""
     return isinstance(x, Tensor) and (
         functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x)
     )
 
 
 def describe(state: State) -> str:
-    """A state in words, for the text of errors."""
+    """Describe a state in words, for errors."""
     return "not registered as a shard" if state is None else str(state)
 
 
 def check_known(state: State, label: str) -> None:
-    """Raise ValueError in the name of `label` if a sharding was lost."""
+    """Raise ValueError, beginning with `label`, if a sharding was lost."""
     if isinstance(state, UnknownSharding):
         raise ValueError(f"{label}: {state.remedy}")

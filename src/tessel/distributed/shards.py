@@ -1,4 +1,4 @@
-"""Shards: tensors that carry their sharding through torch's functions, or say that it was lost."""
+"""Shards: tensors that keep their sharding in torch's functions, or know that it was lost."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.create import Where, owners
 from tessel.tensor.tensor import converters
 
-# what else is imported from here: the words of all who use shards
+# names that are also imported from here, for all users of shards
 __all__ = ["Sharding", "State", "UnknownSharding", "check_known", "describe", "state_of"]
 __all__ += ["traced_state"]
 
 _SHARED = "_tessel_shared_by"
-_CALLED = "_tessel_called"  # the `dim` of the layer that has a parameter, which may count otherwise
+_CALLED = "_tessel_called"  # the `dim` that a parameter has in its layer, which may count otherwise
 
 
 class Shard(Tensor):
     """This worker's part of a tensor that is split along one dimension over a row of workers.
 
-    It has the shape of the part and computes with the part alone, as a plain tensor does; what
-    torch's functions give of it is a shard as far as their rules for spread tensors say so. Where
-    they do not, the sharding is lost, and layers that need it say where. Parallel layers give
-    shards, and have them as parameters; `tessel.register_parallel_dim` makes one of a tensor.
+    It has the shape of the part and computes with the part alone, as a plain tensor does. Results
+    of torch's functions are shards where the functions' rules for spread tensors allow it;
+    elsewhere the sharding is lost, and layers that need it report where. Parallel layers return
+    shards, and have shards as parameters; `tessel.register_parallel_dim` makes a tensor a shard.
 
     >>> import tessel, torch
     >>> isinstance(tessel.nn.ParallelLinear(4, 6, dim=-1)(torch.ones(4)), tessel.distributed.Shard)
@@ -80,7 +80,7 @@ class Shard(Tensor):
     ) -> Any:
         for each in types:
             if not issubclass(cls, each) and not issubclass(each, Shard):
-                return NotImplemented  # a spread tensor, which makes one of the shard
+                return NotImplemented  # a spread tensor, which converts the shard
         if torch.compiler.is_dynamo_compiling():
             return _in_graph(func, args, kwargs or {})
         if isinstance(func, OpOverload) and func.namespace == "tessel":  # a node of a graph
@@ -106,11 +106,12 @@ class Shard(Tensor):
 
     @eagerly
     def spread(self) -> SpreadTensor:
-        """The spread tensor of which this is the part, with the shape of the whole.
+        """Return the spread tensor of which this is the part, with the shape of the whole.
 
-        Both share memory, and gradients pass both ways. Nothing is sent where it is known how long
-        the whole is, as of what parallel layers have and give; all workers must then agree on
-        whether it needs a gradient. Else they tell each other their lengths, which may be any.
+        Both share memory, and gradients flow both ways. Nothing is sent if the length of the whole
+        is known, as for parameters and results of parallel layers; whether the shard needs a
+        gradient must then be the same on all workers. Else they exchange their lengths, which may
+        be any.
 
         >>> import tessel, torch
         >>> h = tessel.nn.ParallelLinear(4, 6, dim=-1)(torch.ones(3, 4))
@@ -124,7 +125,7 @@ class Shard(Tensor):
 
     @eagerly
     def full(self) -> Tensor:
-        """The whole tensor, plain, on every worker that has a shard, as one shared value.
+        """Return the whole plain tensor on every worker that has a shard, as one shared value.
 
         Forward:  an all-gather.    Adjoint:  this worker's part, nothing moves.
 
@@ -148,7 +149,7 @@ class Shard(Tensor):
             plain = self.detach().as_subclass(Tensor)
             inner = plain.clone() if self._is_param else deepcopy(plain, memo)
             copied = _become(inner.requires_grad_(self.requires_grad), self._tessel_sharding)
-            if self._is_param:  # torch's own leave their gradients behind
+            if self._is_param:  # like torch's parameters, copied without the gradient
                 _as_parameter(copied, getattr(self, _CALLED, None))
             elif self.grad is not None:
                 copied.grad = deepcopy(self.grad, memo)
@@ -156,7 +157,7 @@ class Shard(Tensor):
         return copied
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the memory of another tensor, of which torch tells no subclass."""
+        """Take the memory of another tensor; torch does not report this call to subclasses."""
         with torch._C.DisableTorchFunctionSubclass():
             result = _replace(calls.TorchCall.of("set_", (self, *args), kwargs), Tensor.set_)
             assert isinstance(result, Tensor)
@@ -171,7 +172,7 @@ class Shard(Tensor):
 
 
 def kind_of(sharding: Sharding) -> type[Shard]:
-    """The class of shards with this sharding: in compiled code tensors have no attributes."""
+    """The class of shards with this sharding, since tensors in compiled code have no attributes."""
     key = f"{in_values(sharding)} of {id(sharding.partition.prepare())}"
     if key not in graph_kinds:
         said = {"graph_key": key, "graph_attribute": (ATTRIBUTE, sharding), ATTRIBUTE: sharding}
@@ -180,7 +181,7 @@ def kind_of(sharding: Sharding) -> type[Shard]:
 
 
 def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What Dynamo has in place of `_computed`: functions of each element keep a sharding."""
+    """Replace `_computed` under Dynamo, where only pointwise functions keep a sharding."""
     first: Any = None
     for each in args:
         first = each if first is None and isinstance(each, Tensor) else first
@@ -203,7 +204,7 @@ def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if fits:
             result: Any = func(*args, **kwargs)
             if is_read and not isinstance(result, Tensor):
-                return result  # a shape, or another fact
+                return result  # a shape, or another property
             if not is_read and isinstance(result, Tensor):
                 return result.as_subclass(_graph_kind(key))
     torch._dynamo.graph_break(
@@ -216,7 +217,7 @@ def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @constant_in_graphs
 def _known_of(name: str) -> tuple[bool, bool]:
-    """Whether a function only asks for something, and whether shardings go through it."""
+    """Whether a function only queries a property, and whether it keeps shardings."""
     return name == "__get__" or name in calls.QUESTIONS, propagation.is_always_pointwise(name)
 
 
@@ -232,20 +233,21 @@ def restored(
     values: ShardingValues,
     called: int | None = None,
 ) -> Shard:
-    """A shard as it was written into a file."""
+    """Restore a shard that was written to a file."""
     shard = _become(plain.detach().requires_grad_(requires_grad), of_values(values))
     return _as_parameter(shard, called) if is_parameter else shard
 
 
-torch.serialization.add_safe_globals([restored])  # torch.load asks which functions files may call
+torch.serialization.add_safe_globals([restored])  # the functions that torch.load lets files call
 
 
 def _meet(frame: FrameType, parameter: Shard) -> None:
-    """Check who asks for a gradient; an optimizer is checked before its steps, and stays plain.
+    """Check the code that reads a gradient; an optimizer gets hooks that check it before steps.
 
-    An optimizer asks parameters whether they are leaves when it gets them, and for their gradients
-    in each step: so it is known here, and gets hooks of its own. (Torch has hooks for the steps of
-    all optimizers of a process, too, but those without shards are none of our business.)
+    An optimizer asks parameters whether they are leaves when it is created, and for their gradients
+    in each step: so it is recognized here, and gets hooks of its own, which also keep its state
+    plain. (Torch also has hooks for the steps of all optimizers of a process, but those without
+    shards are not Tessel's concern.)
     """
     asking = frame.f_locals.get("self")
     if not isinstance(asking, Optimizer):
@@ -254,11 +256,11 @@ def _meet(frame: FrameType, parameter: Shard) -> None:
     if _make_plain not in asking._optimizer_step_post_hooks.values():
         asking.register_step_pre_hook(check_optimizer)
         asking.register_step_post_hook(_make_plain)
-        check_optimizer(asking)  # one that was copied or unpickled is met in its step
+        check_optimizer(asking)  # an optimizer that was copied or unpickled is already in its step
 
 
 def _make_plain(stepped: Optimizer, *_: Any) -> None:
-    """Let what an optimizer keeps for parameters be plain tensors, as files have them."""
+    """Make the state that an optimizer keeps for parameters plain tensors, as in files."""
     for group in stepped.param_groups:
         for parameter in group["params"]:
             if type(parameter) is Shard and parameter in stepped.state:
@@ -269,7 +271,7 @@ def _make_plain(stepped: Optimizer, *_: Any) -> None:
 
 @eagerly
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a torch function gives of shards, with the sharding that it has."""
+    """The result of a torch function on shards, with its sharding."""
     name = calls.name_of(func)
     if name in ("backward", "grad"):
         return _derive(name, func, args, kwargs)
@@ -291,7 +293,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check(call: calls.TorchCall) -> None:
-    """Raise ValueError if a call would give something else than it seems to."""
+    """Raise ValueError if the result of a call would not be what it seems."""
     propagation.check_target(call)
     check_uses(call)
     check_classes(call)
@@ -300,8 +302,8 @@ def _check(call: calls.TorchCall) -> None:
 
 @eagerly
 def as_shard(x: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
-    """The same tensor, as a shard; gradients pass. `x` itself stays as it is."""
-    if is_traced():  # which has its class when it leaves the trace
+    """The same tensor as a shard; gradients pass. `x` itself does not change."""
+    if is_traced():  # it gets its class when it leaves the trace
         assert isinstance(sharding, Sharding)
         setattr(x, ATTRIBUTE, sharding)
         x.graph_key = kind_of(sharding).graph_key  # type: ignore[attr-defined]
@@ -321,7 +323,7 @@ def as_plain(x: Tensor) -> Tensor:
 
 
 def drop_shardings(state: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
-    """Let some values of a state be plain tensors, which files contain as those of any layer."""
+    """Make some values of a state dict plain tensors, which files contain as for any layer."""
     for name in names:
         if isinstance(state.get(prefix + name), Tensor):
             state[prefix + name] = as_plain(state[prefix + name])
@@ -337,13 +339,13 @@ def sharding_of(x: Tensor) -> Sharding | None:
 
 @eagerly
 def get_parallel_dim(x: Tensor) -> int | None:
-    """The dimension along which a tensor is a shard, or is spread; None if it is neither.
+    """The dimension along which a tensor is a shard, or is split; None if it is neither.
 
-    A parameter of a parallel layer answers with the `dim` of its layer. A linear layer counts its
+    For a parameter of a parallel layer, this is the `dim` of its layer. A linear layer counts its
     inputs as 0 and its outputs as 1 or -1, in the order of its arguments, where the weight is
-    (outputs, inputs); what is computed from the weight answers with its own dimension.
+    (outputs, inputs); for a tensor computed from the weight, it is the dimension of that tensor.
 
-    Raises ValueError where the sharding was lost on the way.
+    Raises ValueError if the sharding was lost on the way.
 
     >>> import tessel, torch
     >>> x = tessel.distributed.register_parallel_dim(torch.ones(2, 3), -1)
@@ -367,13 +369,13 @@ def get_parallel_dim(x: Tensor) -> int | None:
 
 @eagerly
 def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | None = None) -> Tensor:
-    """Say that a tensor is this worker's shard along a dimension; None says that it is whole.
+    """Register a tensor as this worker's shard along a dimension, or as whole if `dim` is None.
 
-    The tensor itself is registered, and returned. Its values stay as they are.
+    The tensor itself is registered, and returned. Its values do not change.
 
     Args:
         x: the tensor.
-        dim: the dimension that is split over the workers.
+        dim: the dimension that is split over the workers; None for a tensor that is whole.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -397,7 +399,7 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
 def _sharding_along(
     x: Tensor, dim: int | None, partition: Partition | None, name: str
 ) -> Sharding | None:
-    """The sharding of a shard along a dimension, of which the size of the whole is not known."""
+    """The sharding of a shard along a dimension, where the length of the whole is unknown."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {x!r}")
     if dim is None:
@@ -411,7 +413,7 @@ def _sharding_along(
 
 
 def registered(x: Tensor, dim: int | None, partition: Partition | None, name: str) -> Tensor:
-    """The same as `register_parallel_dim`, but for tensors that are no parameters a new one."""
+    """Like `register_parallel_dim`, but return a new tensor unless it is a parameter."""
     return note(x, _sharding_along(x, dim, partition, name))
 
 
@@ -419,14 +421,14 @@ def registered(x: Tensor, dim: int | None, partition: Partition | None, name: st
 def register_parallel_attribute(
     x: Tensor, dim: int | None, order_type: int = 0, partition: Partition | None = None
 ) -> Tensor:
-    """Say how a weight or a bias of a layer of your own is split, as its layer counts.
+    """Register how a weight or a bias of a user's own layer is split, as the layer counts.
 
     Args:
         x: this worker's shard of a weight, or of a bias.
-        dim: as a linear layer counts: 0 if its inputs are split, 1 or -1 if its outputs are; None
-            if nothing is.
-        order_type: 0 for a weight (outputs, inputs), as torch's linear layers have it, and for
-            their biases; 1 for a table whose dimensions count as they are.
+        dim: the dimension as a linear layer counts: 0 if its inputs are split, 1 or -1 if its
+            outputs are; None if neither is.
+        order_type: 0 for a weight (outputs, inputs), as in torch's linear layers, and for their
+            biases; 1 for a table whose dimensions count as they are.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -445,7 +447,8 @@ def register_parallel_attribute(
         raise ValueError(f"{name}: a weight of two dimensions or a bias of one is needed")
     place = dim
     if dim is not None and order_type == 0:
-        # the outputs come first in a weight, and alone in a bias, which is whole if these are
+        # outputs are the first dimension of a weight, and the only one of a bias, which is whole if
+        # they are
         place = 0 if dim else None if x.ndim == 1 else 1
     x = register_parallel_dim(x, place, partition)
     if place is not None:
@@ -454,19 +457,19 @@ def register_parallel_attribute(
 
 
 def note(x: Tensor, sharding: Sharding | None) -> Tensor:
-    """The tensor with a sharding, or without one: a parameter itself, else another tensor."""
+    """Set the sharding of a tensor, or remove it: a parameter changes itself, else a new tensor."""
     if isinstance(x, torch.nn.Parameter):
         return _note_parameter(x, sharding)
     return known_plain(as_plain(x)) if sharding is None else as_shard(x, sharding)
 
 
 def call(shard: Tensor, dim: int | None) -> None:
-    """Note what the layer of a parameter calls the dimension that is split."""
+    """Note the number by which the layer of a parameter counts the split dimension."""
     setattr(shard, _CALLED, dim)
 
 
 def _note_parameter(x: Tensor, sharding: Sharding | UnknownSharding | None) -> Tensor:
-    """The same parameter, so that optimizers and other layers that have it know it, too."""
+    """Change the parameter itself, so that optimizers and other layers that have it see it too."""
     x.__dict__.pop(_CALLED, None)
     if sharding is None:
         if isinstance(x, Shard):
@@ -475,14 +478,14 @@ def _note_parameter(x: Tensor, sharding: Sharding | UnknownSharding | None) -> T
             x.__dict__.pop(name, None)
     elif type(x) in (torch.nn.Parameter, Shard):
         _as_parameter(_become(x, sharding))
-    else:  # a kind of parameter of somebody else's
+    else:  # a class of parameters from another library
         adapt_torch(Shard)
         setattr(x, ATTRIBUTE, sharding)
     return x
 
 
 def _as_parameter(shard: Shard, called: int | None = None) -> Shard:
-    """The same shard, as a parameter; from the first one on, wrappers of modules look for them."""
+    """The same shard, as a parameter; from the first one on, module wrappers check for shards."""
     adapt_torch(Shard)
     shard._is_param = True
     if called is not None:
@@ -491,7 +494,7 @@ def _as_parameter(shard: Shard, called: int | None = None) -> Shard:
 
 
 def share(parameter: Tensor, partition: Partition) -> Tensor:
-    """Note of a parameter that it is whole on all workers of a group, as one value."""
+    """Note that a parameter is whole on all workers of a group, as one value."""
     setattr(parameter, _SHARED, partition)
     return parameter
 
@@ -502,9 +505,9 @@ def shared_by(parameter: Tensor) -> Partition | None:
 
 
 def _become(fresh: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
-    """Turn a plain tensor into a shard: one that nobody else has, or that is to be one itself."""
-    # not as_subclass, which gives another tensor: the user's own is registered, and a result that
-    # nobody has yet needs no view of itself in autograd's graph
+    """Turn a plain tensor itself into a shard: a new one, or one that the user registers."""
+    # not as_subclass, which returns another tensor: the user's own is registered, and a new result
+    # needs no view of itself in autograd's graph
     fresh.__class__ = Shard
     assert isinstance(fresh, Shard)
     fresh._tessel_sharding = sharding
@@ -512,14 +515,14 @@ def _become(fresh: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
 
 
 def _become_plain(shard: Shard) -> None:
-    """Turn a shard, which is no parameter, into a plain tensor."""
+    """Turn a shard that is no parameter into a plain tensor."""
     for name in (ATTRIBUTE, _CALLED):
         shard.__dict__.pop(name, None)
     shard.__class__ = Tensor  # type: ignore[assignment]
 
 
 def _noted(result: Any, call: calls.TorchCall) -> Any:
-    """The result of a function, its tensors with the shardings that they have."""
+    """The result of a function, with the shardings of its tensors."""
     states = propagation.states_after(call, result)
     if not states:
         return result
@@ -535,10 +538,10 @@ def _note_one(result: Tensor, state: State, call: calls.TorchCall) -> Tensor:
     if any(result is each for each in calls.targets(call)):
         pairs = zip(call.tensors, call.shapes, strict=True)
         before = next(shape for each, shape in pairs if each is result)
-        # a parameter stays what its model says it is, whatever was written into it
+        # a parameter keeps the sharding from its model, regardless of the values written into it
         stays = isinstance(result, torch.nn.Parameter) and tuple(result.shape) == before
         return result if stays else _become(result, state)
-    if any(result is each for each in call.tensors):  # one that was there before keeps its sharding
+    if any(result is each for each in call.tensors):  # an operand that is returned keeps its own
         return result if _is_parameter(result) else as_shard(result, state)
     return _become(result, state)
 
@@ -548,7 +551,7 @@ def _is_parameter(x: Any) -> bool:
 
 
 def _replace(call: calls.TorchCall, func: Any) -> Any:
-    """Let a tensor take the values of another, and with them its sharding."""
+    """Make a tensor take the values of another, and with them its sharding."""
     target = call.args[0]
     result = func(*call.args, **call.kwargs)
     state = propagation.state_after_replacing(call, _is_parameter(target))
@@ -562,7 +565,7 @@ def _replace(call: calls.TorchCall, func: Any) -> Any:
 
 
 def _of_lists(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives that treats the tensors at each place of its lists by themselves."""
+    """The result of a function of lists that treats the tensors at each place separately."""
     if not name.startswith(calls.EACH):
         return func(*args, **kwargs)  # steps of optimizers, in place
     shardings = propagation.shardings_of_each(name, args, kwargs)
@@ -582,19 +585,19 @@ def _of_lists(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a backward pass, in which torch's functions on shards keep shardings as always."""
+    """Run a backward pass, in which torch's functions on shards keep shardings as usual."""
     if calls.is_property(func):
         with torch._C.DisableTorchFunctionSubclass():
             return _gradient(func(*args, **kwargs), args[0])
     if name == "grad":
         return _gradients(func, *args, **kwargs)
-    # outputs, and gradients of them, are plain: what travels in the pass is no shard
+    # outputs and their gradients are plain: gradients inside the pass are no shards
     with torch.enable_grad():  # in a backward pass, as of a checkpoint, views have no history
         args = (*(calls.mapped(as_plain, each) for each in args[:2]), *args[2:])
         kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
     inputs = calls.tensors_in(kwargs.get("inputs"))
     if any(isinstance(each, Shard) and not each.is_leaf for each in inputs):
-        with torch._C.DisableTorchFunctionSubclass():  # an edge would leave them without gradient
+        with torch._C.DisableTorchFunctionSubclass():  # by edges they would get no gradient
             return func(*args, **kwargs)
     if inputs:
         kwargs["inputs"] = tuple(map(_edge, inputs))
@@ -602,9 +605,9 @@ def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
-    """The gradient of a tensor itself, which is a shard as the tensor is.
+    """The gradient of a tensor, which is a shard if the tensor is one.
 
-    That of a parameter stays plain, as what optimizers keep: they write one into the other.
+    The gradient of a parameter stays plain, as the state of optimizers, which combine the two.
     """
     if type(found) is Tensor and isinstance(x, Shard) and not x._is_param:
         return _become(found, x._tessel_sharding)
@@ -614,9 +617,10 @@ def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
 def _gradients(
     func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Gradients with respect to shards, which torch is told by their places in its graph.
+    """Gradients with respect to shards, which are passed to torch as edges of its graph.
 
-    So are shards that are derived: a view of one that `torch.func` made has no history outside.
+    Shards among the outputs are passed likewise: a view of a shard that `torch.func` made has no
+    history outside.
     """
     derived = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -642,14 +646,14 @@ def _edge(x: Any) -> Any:
 
 @eagerly
 def refuse_lost(state: UnknownSharding, label: str) -> None:
-    """Raise ValueError for a lost sharding, on all workers: others may have theirs, and agree."""
+    """Raise ValueError for a lost sharding, on all workers: others may know theirs, and agree."""
     if state.partition is not None:
         agree(row_of(state.partition), f"{label} {state}")
     check_known(state, label)
 
 
 def _agreed_sharding(shard: Shard, call: str) -> Sharding:
-    """Which shard this is, for a call that agrees; ValueError on all workers if that was lost."""
+    """The sharding, for a call that agrees; ValueError on all workers if it was lost."""
     state = shard._tessel_sharding
     if isinstance(state, UnknownSharding):
         refuse_lost(state, call)
@@ -658,8 +662,8 @@ def _agreed_sharding(shard: Shard, call: str) -> Sharding:
 
 
 def _met(shard: Shard, partition: Partition | None) -> SpreadTensor:
-    """What a shard is beside a tensor that is spread over its workers; None for `tessel.spread`."""
-    if partition is None:  # the others may have something else: all say what they have
+    """The spread tensor of a shard, for a call with others over `partition` or `tessel.spread`."""
+    if partition is None:  # other workers may have something else, so all compare
         sharding = _agreed_sharding(shard, "tessel.spread")
         return spreading.agreed_part(as_plain(shard), sharding, "tessel.spread")
     state = shard._tessel_sharding
@@ -669,10 +673,10 @@ def _met(shard: Shard, partition: Partition | None) -> SpreadTensor:
 
 
 def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
-    """The part of a shard, and where it lies, for `tessel.from_local`."""
+    """The part of a shard and its layout or grid, for `tessel.from_local`."""
     state = shard._tessel_sharding
     problem = spreading.contradiction(state, where)
-    if problem:  # all workers of the job agree there, and hear it
+    if problem:  # all workers of the job agree in `from_local`, and so get the error
         agree(world(), problem)
         raise ValueError(problem)
     assert isinstance(state, Sharding)
@@ -680,7 +684,7 @@ def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
 
 
 def _shard_of(x: SpreadTensor) -> Tensor:
-    """The part of a spread tensor as a shard, or, where every worker has all of it, plain."""
+    """The part of a spread tensor as a shard, or as a plain tensor if it is whole everywhere."""
     if x._layout.is_outside:
         return x.local
     return note(x.local, spreading.sharding_within(x._layout))

@@ -1,10 +1,11 @@
 """Shards in the history of plain tensors, found in autograd's graph, and errors about mixing them.
 
 A parameter that is whole on every worker and multiplies a shard gets, on each worker, only the
-gradient of that worker's part. `tessel.distributed.copy` says so to autograd, and sums it; without
-it the number would be wrong and nothing would tell.
+gradient of that worker's part. `tessel.distributed.copy` makes autograd sum these; without it the
+gradient would be wrong without any sign of it.
 
-What the transforms of `torch.func` compute from a shard has no sharding, and is not whole.
+Results that the transforms of `torch.func` compute from a shard have no sharding, and are not
+whole.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _WITHOUT_GRADIENT = frozenset(
     )
 )
 _BATCHED = frozenset(("matmul", "bmm", "baddbmm"))
-_PLAIN = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
+_PLAIN = "tessel: not a shard"  # in the metadata of a node at which searches of the graph end
 
 
 def check_uses(call: TorchCall) -> None:
-    """Raise if a value that is whole on all workers needs a gradient, of which each has a part."""
+    """Raise if a value that is whole on all workers would get a partial gradient on each."""
     if call.base in _WITHOUT_GRADIENT or not torch.is_grad_enabled():
         return
     sharding, shape = call.first_shard
@@ -45,10 +46,10 @@ def check_uses(call: TorchCall) -> None:
     plain = [tensor for tensor, state in pairs if state is None and tensor.requires_grad]
     if sharding is None or sharding.partition.size == 1 or not plain:
         return
-    # The split dimension, from the end as in broadcasting, where plain tensors may have it, too.
-    # None where one that is as long there may be so by chance: of other functions, as a
-    # convolution, it may be a weight; and where some worker's part is 1 long, a whole tensor,
-    # which broadcasts, may be as long.
+    # The split dimension, counted from the end as in broadcasting; plain tensors of the same length
+    # there may be parts, too. None where that length may be a coincidence: in other functions, such
+    # as a convolution, the tensor may be a weight; and where some worker's part has length 1, a
+    # whole tensor that broadcasts may have the same length.
     place: int | None = sharding.dim - len(shape)
     lengths = [shape[sharding.dim]]
     if sharding.size is not None:
@@ -68,7 +69,7 @@ def check_uses(call: TorchCall) -> None:
 
 
 def check_classes(call: TorchCall) -> None:
-    """Raise if torch's own loss would take the classes of one worker for all of them."""
+    """Raise if torch's own loss would take the classes of one worker for all classes."""
     if call.base not in ("cross_entropy", "nll_loss"):
         return
     state = state_of(call.argument(0, "input"))
@@ -93,9 +94,9 @@ _OWN_LOSS = (
 
 
 def check_factor(call: TorchCall) -> None:
-    """Raise if a shard would be scaled, in place, by a number that is another on each worker.
+    """Raise if a shard would be scaled in place by a number that differs between workers.
 
-    So does code that bounds the norm of a weight, and would take that of one worker's shard.
+    This happens in code that bounds the norm of a weight, by the norm of one worker's shard.
     """
     if call.base != "mul" or call.name == call.base or torch.is_grad_enabled():
         return
@@ -112,12 +113,12 @@ def check_factor(call: TorchCall) -> None:
 
 
 def traced_state(x: Any) -> State:
-    """The state of a tensor, and that its sharding was lost if it has none and comes of a shard."""
+    """The state of a tensor; a lost sharding if it has none but was computed from a shard."""
     state = state_of(x)
     if state is not None or not isinstance(x, Tensor) or isinstance(x, spread.Tensor):
         return state
 
-    def is_known(node: Any) -> bool:  # nobody looks behind a function of the user's own
+    def is_known(node: Any) -> bool:  # a function of the user's own is not searched
         return isinstance(node, BackwardCFunction) or _PLAIN in node.metadata
 
     for value in _levels(x):
@@ -125,17 +126,17 @@ def traced_state(x: Any) -> State:
         for origin in found:
             states = [*map(state_of, _levels(origin))] if isinstance(origin, Tensor) else []
             of_shard = any(isinstance(s, Sharding) and s.partition.size > 1 for s in states)
-            # what is no operator is a product with a shard
+            # an origin that is neither is a product with a shard
             if of_shard or not isinstance(origin, Tensor | LinearOperator):
                 why = "functions of a parameter, or another tensor, that is a shard"
                 workers = next((each.partition for each in states if each is not None), None)
                 return UnknownSharding("torch", why, workers)
-        conclusion_of(value)  # the next layer need not look behind it
+        conclusion_of(value)  # the next layer need not search beyond it
     return None
 
 
 def _levels(x: Tensor) -> Iterator[Tensor]:
-    """A tensor, and those that transforms of `torch.func` wrapped to make it."""
+    """Yield a tensor, then the tensors inside it that transforms of `torch.func` wrapped."""
     yield x
     while is_wrapped(x):
         x = get_unwrapped(x)
@@ -143,13 +144,13 @@ def _levels(x: Tensor) -> Iterator[Tensor]:
 
 
 def known_plain(x: Tensor) -> Tensor:
-    """The same plain tensor, which is not taken for a shard, whatever it was computed from."""
-    # a node of its own: other uses of `x` are still what they are
+    """The same plain tensor, not taken for a shard, regardless of how it was computed."""
+    # with a node of its own: other uses of `x` are not affected
     return x if x.grad_fn is None else conclusion_of(x.as_subclass(Tensor))
 
 
 def conclusion_of(x: Tensor) -> Tensor:
-    """The plain tensor itself, which is not taken for a shard from now on."""
+    """Mark a plain tensor, which from now on is not taken for a shard, and return it."""
     node: Any = x.grad_fn
     if node is not None:
         node.metadata[_PLAIN] = True
@@ -157,28 +158,28 @@ def conclusion_of(x: Tensor) -> Tensor:
 
 
 def _is_shared(tensor: Tensor, place: int | None, length: int) -> bool:
-    """Whether a gradient reaches a parameter, or an input, of all workers without being summed.
+    """Whether a gradient reaches a parameter or an input of all workers without being summed.
 
     Args:
-        tensor: a plain one beside a shard.
-        place: the split dimension, from the end, if tensors may be parts along it.
-        length: of the parts here.
+        tensor: a plain operand of a call with a shard.
+        place: the split dimension, counted from the end, if tensors may be parts along it.
+        length: the length of the parts on this worker.
     """
 
     def is_part(leaf: Tensor) -> bool:
         if place is None or -place > leaf.dim() or leaf.shape[place] != length:
             return False
-        # what was expanded to this length is one value along it, on all workers
+        # an expanded tensor has one value along this dimension, the same on all workers
         return leaf.layout is not torch.strided or leaf.stride(place) != 0
 
     if tensor.grad_fn is None:
         return not is_part(tensor)
-    # Only a leaf tells whether it is a part, and only if each of its numbers stayed in its place:
-    # a value that was expanded, or computed by a matrix, is as long as a part in the end.
+    # Only a leaf shows whether it is a part, and only if each of its elements kept its place: a
+    # value that was expanded, or multiplied by a matrix, may also end up as long as a part.
     ends: list[Any] = []
 
     def may_move(node: Any) -> bool:
-        # a class of the user's own may have the name of one of torch's
+        # a user's class may have the name of one of torch's
         return isinstance(node, BackwardCFunction) or not _keeps_places(node.name())
 
     for each in _origins([tensor.grad_fn], may_move, ends):
@@ -188,7 +189,7 @@ def _is_shared(tensor: Tensor, place: int | None, length: int) -> bool:
 
 
 def _is_of_all(origin: Any) -> bool:
-    """Whether a value with this origin is one value on all workers."""
+    """Whether a value with this origin is the same value on all workers."""
     if isinstance(origin, LinearOperator):
         return bool(origin.codomain.shared)
     return isinstance(origin, Tensor) and state_of(origin) is None
@@ -196,19 +197,19 @@ def _is_of_all(origin: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _keeps_places(name: str) -> bool:
-    """Whether a node is of a pointwise function, as `LeakyReluBackward0` is of `leaky_relu`.
+    """Whether a node belongs to a pointwise function, as `LeakyReluBackward0` to `leaky_relu`.
 
-    Places count from the end, as in broadcasting; so what is expanded keeps those that it had.
+    Places count from the end, as in broadcasting; so elements that are expanded keep theirs.
     """
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backward(?:s|\d+)", name)
     if found is None:
         return False
     function = re.sub("(?<=[a-z])(?=[A-Z])", "_", found[1]).lower()
-    # `max` and `min` are pointwise of two tensors only, and then autograd calls them `maximum`
+    # `max` and `min` are pointwise for two tensors only, and then autograd calls them `maximum`
     return function in _KEEP_PLACES or (is_pointwise(function) and function not in EXTREMA)
 
 
-# nodes of pointwise functions that autograd knows by other names, and of broadcasting
+# nodes of pointwise functions that have other names in autograd, and of broadcasting
 _KEEP_PLACES = frozenset(
     ("to_copy", "expand", "prelu_kernel", "native_dropout", "rrelu_with_noise")
 )
@@ -219,12 +220,12 @@ def _origins(
     is_end: Callable[[Any], bool] = lambda node: False,
     ends: list[Any] | None = None,
 ) -> Iterator[Any]:
-    """What values were computed from: parameters, inputs, and operators of this library.
+    """The origins from which values were computed: parameters, inputs, and Tessel's operators.
 
     Args:
-        nodes: of the values.
-        is_end: whether not to look behind a node.
-        ends: where to put those nodes.
+        nodes: the nodes of the values in autograd's graph.
+        is_end: whether the search ends at a node.
+        ends: a list to which those nodes are appended.
     """
     seen: set[Any] = set()
     nodes = list(nodes)
@@ -234,7 +235,7 @@ def _origins(
             continue
         seen.add(node)
         sources = node.next_functions
-        # a linear operator, or the product of a column layer, which no operator alone describes
+        # a linear operator, or the product of a column layer, which is no single operator
         ours = operator_of(node)
         if isinstance(ours, LinearOperator) or (ours is not None and hasattr(node, "product")):
             yield ours

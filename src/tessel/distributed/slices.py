@@ -1,4 +1,4 @@
-"""Slices of a tensor, as they are spread over the workers of a group."""
+"""Slices of a tensor: the balanced parts that the workers of a group store."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 def slices(
     tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
 ) -> tuple[Tensor, ...]:
-    """Cut a tensor into balanced parts along a dimension: those that workers of a group have.
+    """Cut a tensor into balanced parts along a dimension, as the workers of a group store them.
 
-    The parts are n // p long, and the first n % p of them one longer. This is `tessel.slice`.
+    The parts have length n // p, and the first n % p of them one more. This is `tessel.slice`.
 
     Args:
-        tensor: all of it.
-        num_partitions: the number of parts, p; some are empty if there are fewer numbers.
+        tensor: the whole tensor.
+        num_partitions: the number of parts, p; some are empty if the dimension is shorter.
         dim: the dimension; None for the last.
-        contiguous: whether parts are copied that do not lie in one piece; else all are views.
+        contiguous: whether to copy parts that are not contiguous; else all are views.
 
     >>> import tessel, torch
     >>> [tuple(part.shape) for part in tessel.slice(torch.empty(3, 10), 3, dim=-1)]

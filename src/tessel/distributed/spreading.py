@@ -15,15 +15,15 @@ from tessel.tensor.create import Where
 
 
 def agreed_part(part: torch.Tensor, sharding: Sharding, call: str) -> Tensor:
-    """The spread tensor of a shard, after the workers told each other their lengths.
+    """The spread tensor of a shard, after the workers have exchanged their lengths.
 
-    These may be any where the length of the whole is not known. Where it is, a shard is spread
-    without a message: `Tensor(part, sharding.layout(part.shape))`.
+    If the length of the whole is unknown, these may be any. If it is known, a shard can also be
+    spread without a message: `Tensor(part, sharding.layout(part.shape))`.
 
     Args:
-        part: the shard, a plain tensor.
-        sharding: which shard it is.
-        call: what is called, in the words of its user.
+        part: the shard as a plain tensor.
+        sharding: its sharding.
+        call: the call in the words of its user.
     """
     row = sharding.partition
     label = f"{call} of {sharding}"
@@ -34,7 +34,7 @@ def agreed_part(part: torch.Tensor, sharding: Sharding, call: str) -> Tensor:
 
 
 def grid_of(part: torch.Tensor, sharding: Sharding) -> Where:
-    """Where a shard lies, as `tessel.from_local` takes it: on a grid that splits its dimension."""
+    """The layout or grid of a shard for `tessel.from_local`: a grid that splits its dimension."""
     if sharding.size is not None:
         return sharding.layout(tuple(part.shape))
     sizes = [sharding.partition.size if dim == sharding.dim else 1 for dim in range(part.ndim)]
@@ -42,7 +42,7 @@ def grid_of(part: torch.Tensor, sharding: Sharding) -> Where:
 
 
 def contradiction(state: Sharding | UnknownSharding, where: Where | None) -> str:
-    """Why a tensor is not the part that its user says it is; nothing if it may be."""
+    """Why a tensor cannot be the part that its user says it is; an empty string if it can."""
     if isinstance(state, UnknownSharding):
         return f"tessel.from_local: {state.remedy}"
     if where is None:
@@ -61,13 +61,13 @@ def contradiction(state: Sharding | UnknownSharding, where: Where | None) -> str
 
 
 def sharding_within(layout: Layout) -> Sharding | None:
-    """What the part of a spread tensor is as a shard over a row of its workers; None if whole.
+    """The sharding of the part of a spread tensor over a row of its workers; None if whole.
 
-    ValueError for parts that are no shards, on all workers: they know the layout.
+    Parts that are no shards raise ValueError on all workers, since all know the layout.
     """
     row = row_of(layout.partition)
     split = [dim for dim, cut in enumerate(layout.cuts) if len(cut.intervals) > 1]
-    if row.size == 1:  # an axis says which dimension would be split over more
+    if row.size == 1:  # the axis tells which dimension would be split over more workers
         split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
         split = split if len(split) == 1 else []
     if not split and layout.is_whole:

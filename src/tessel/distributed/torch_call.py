@@ -1,4 +1,4 @@
-"""Calls of torch functions on shards: their names, their tensors, and what these were before."""
+"""Calls of torch functions on shards: their names, tensors, and the tensors' states before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tessel.tensor import table
 from tessel.tensor.rules import pointwise as rules
 from tessel.tensor.table import tensors
 
-# attributes and methods that give no tensor, or nothing of a tensor's values
+# attributes and methods that return no tensor, or that do not depend on a tensor's values
 QUESTIONS = frozenset(
     (
         *("shape", "size", "dim", "ndim", "numel", "nelement", "dtype", "device", "layout"),
@@ -32,17 +32,17 @@ QUESTIONS = frozenset(
     )
 )
 
-# functions of lists of tensors: those that treat each place by itself, and steps of optimizers
+# functions of lists of tensors: those that treat each place separately, and steps of optimizers
 EACH = "_foreach_"
 OF_LISTS = (EACH, "_fused_", "_amp_")
 
-# what takes nothing but the shape or the dtype of its second argument
+# functions that use only the shape or the dtype of their second argument
 _LIKE_ANOTHER = frozenset(("to", "type_as", "view_as", "reshape_as"))
 
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A call of a torch function, with what its tensors were before it."""
+    """A call of a torch function, with the shapes and states of its tensors before the call."""
 
     name: str
     args: tuple[Any, ...]
@@ -62,31 +62,31 @@ class TorchCall:
 
     @cached_property
     def base(self) -> str:
-        """The name of the function, of which this may be an operator or an in-place version."""
+        """The name of the function without the marks of operators and in-place versions."""
         return plain_name(self.name)
 
     @property
     def function(self) -> Any:
-        """The torch function; of one that works in place the one that does not, or None."""
+        """The torch function, out of place; None if there is no such version."""
         if self.called is not None and (self.base == self.name or self.name.startswith("__")):
             return self.called
         return getattr(Tensor, self.base, None) or getattr(torch, self.base, None)
 
     def argument(self, position: int, *names: str, default: Any = None) -> Any:
-        """An argument by its position or by one of its names."""
+        """Return an argument by its position or by one of its names."""
         if len(self.args) > position:
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), default)
 
     def rest(self, *names: str) -> tuple[Any, ...]:
-        """All arguments but the first, which may also be given as one sequence."""
+        """Return all arguments after the first, which may also be given as one sequence."""
         given = self.args[1:] or tuple(self.kwargs[n] for n in names if n in self.kwargs)
         sequence = len(given) == 1 and isinstance(given[0], tuple | list)
         return tuple(given[0]) if sequence else given
 
     @property
     def subject(self) -> tuple[Sharding, Shape] | None:
-        """The sharding and the shape of the first argument, if no other tensor has one."""
+        """The sharding and the shape of the first argument, if no other tensor has a sharding."""
         first = self.args[0] if self.args else self.kwargs.get("input")
         shards = [k for k, state in enumerate(self.states) if state is not None]
         if len(shards) != 1 or self.tensors[shards[0]] is not first:
@@ -97,12 +97,12 @@ class TorchCall:
 
     @property
     def first_shard(self) -> tuple[Sharding | None, Shape]:
-        """The sharding and the shape of the first shard, or None if no tensor is one."""
+        """The sharding and the shape of the first shard, or (None, ()) if there is no shard."""
         pairs = zip(self.states, self.shapes, strict=True)
         return next(((s, shape) for s, shape in pairs if isinstance(s, Sharding)), (None, ()))
 
     def lost(self, why: str = "") -> UnknownSharding:
-        """The state of a result of which this function does not tell what it is."""
+        """The state of a result whose sharding does not follow from this function."""
         sharding, _ = self.first_shard
         return UnknownSharding(self.name, why, None if sharding is None else sharding.partition)
 
@@ -120,7 +120,7 @@ def targets(call: TorchCall) -> tuple[Tensor, ...]:
 
 
 def is_property(func: Any) -> bool:
-    """Whether this is how an attribute of a tensor is read or written."""
+    """Whether this function reads or writes an attribute of a tensor."""
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
 
@@ -133,20 +133,20 @@ def name_of(func: Any) -> str:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in arguments, also in lists, tuples and dictionaries."""
+    """All tensors in arguments, including those in lists, tuples and dictionaries."""
     return list(tensors(value))
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same arguments with another tensor for each."""
+    """The same arguments, with the function applied to each tensor."""
     return table.mapped(lambda each: function(each) if isinstance(each, Tensor) else each, value)
 
 
 @lru_cache(maxsize=1024)
 def plain_name(name: str) -> str:
-    """The name of a function without what makes it an operator or one that works in place.
+    """The name of a function without the marks of operators and in-place versions.
 
-    Operators keep theirs where torch has no function of the same name, as `__truediv__`.
+    Operators without a torch function of the same name, such as `__truediv__`, keep theirs.
     """
     if not (name.startswith("__") and name.endswith("__")):
         return name.removesuffix("_")
@@ -159,12 +159,12 @@ def plain_name(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_pointwise(name: str) -> bool:
-    """Whether a torch function of this name treats each element of a shard on its own."""
+    """Whether a torch function of this name treats each element of a shard separately."""
     return name in _OF_SHARDS or (name not in QUESTIONS and rules.is_pointwise(name))
 
 
-# These have rules of their own for spread tensors: they draw numbers, which of a shard are each
-# worker's own, or change something else than values.
+# These have separate rules for spread tensors: they draw numbers, which each worker draws for its
+# own shard, or change something other than values.
 _OF_SHARDS = frozenset(
     (
         *("dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like"),

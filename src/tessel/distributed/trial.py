@@ -1,9 +1,9 @@
-"""Trials: what the table of rules says about a call on shards, found without sending anything.
+"""Trials: the answer of the table of rules about a call on shards, without sending anything.
 
-A rule that sends nothing may still do something else with a part than the function itself does: it
-may know where the part lies, as `tril` must, or leave out what only others need. So the rule is
-tried with random numbers, in the places of several workers, and the sharding is kept if the
-function of the part gives the same there.
+A rule that sends nothing may still treat a part differently from the function itself: it may
+depend on the place of the part, as `tril` must, or leave out what only other workers need. So the
+rule is tried on random numbers in the places of several workers, and the sharding is kept if the
+function of the part returns the same there.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tessel.transport import kept_in_job
 
 Answer = tuple[Layout, ...] | str
 _ATTENTION = "scaled_dot_product_attention"
-_IGNORED = ("out", "dropout_p")  # what says nothing of the result's layout
-_BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may have its part of the batch
-# by which supposed workers, rules and torch refuse what they are given; anything else is a mistake
-# in a rule, which must not pass for a sharding that was lost
+_IGNORED = ("out", "dropout_p")  # arguments on which the layout of the result does not depend
+_BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may be this worker's part of the batch
+# the errors with which placeholder workers, rules and torch refuse arguments; any other is a
+# mistake in a rule, which must not be taken for a lost sharding
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 def layouts_after(call: TorchCall) -> Answer:
-    """How the results of a call on the whole tensors lie if nothing moves; else, why not."""
+    """The layouts of the results of a call on the whole tensors if nothing moves; else, why not."""
     shardings = [state for state in call.states if isinstance(state, Sharding)]
     if any(sharding.partition.ranks != shardings[0].partition.ranks for sharding in shardings):
         return "of shards over different workers"
@@ -46,7 +46,7 @@ def layouts_after(call: TorchCall) -> Answer:
     if is_random(call.base) and call.base != _ATTENTION:
         return "of which each worker draws numbers of its own"
     if call.base == "__getitem__" and None in call.states[1:]:
-        return "at places of which each worker may have its own"  # as numbers that it drew
+        return "at places of which each worker may have its own"  # such as numbers that it drew
     if call.function is None:
         return "of which there is no form that leaves its operand as it is"
     given = {name: value for name, value in call.kwargs.items() if name not in _IGNORED}
@@ -55,20 +55,20 @@ def layouts_after(call: TorchCall) -> Answer:
     try:
         if key in memory:
             return memory[key]
-    except TypeError:  # an argument that cannot be remembered
+    except TypeError:  # an argument that cannot be hashed
         return _tried(call, given, layouts)
-    if len(memory) > 4096:  # of arguments that are others in each step, as `x[k]`, there is no end
+    if len(memory) > 4096:  # arguments that change in each step, as in `x[k]`, would fill it
         memory.clear()
     memory[key] = found = _tried(call, given, layouts)
     return found
 
 
-# what the table said before, in this job: places are those of its workers
+# previous answers of the table, kept in the job: they depend on the places of its workers
 _answers: Callable[[], dict[Any, Answer]] = kept_in_job(dict)
 
 
 def _key(value: Any, layouts: dict[int, Layout | None]) -> Any:
-    """What a rule sees of arguments; numbers of different types are equal, and mean other things.
+    """A key for arguments, with types: equal numbers of different types mean different things.
 
     (Slices are not hashable before Python 3.12.)
     """
@@ -84,8 +84,8 @@ def _key(value: Any, layouts: dict[int, Layout | None]) -> Any:
 def _tried(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]) -> Answer:
     """Follow the rule in the places of several workers, the same ones on all of them.
 
-    These are all of few, and of many the first, the one in the middle and the last that have parts
-    of a shape.
+    Of at most eight workers, these are all; of more, the first, the middle and the last one of
+    those with parts of equal shapes.
     """
     known = [layout for layout in layouts.values() if layout is not None]
     supposed = known[0].partition
@@ -93,8 +93,8 @@ def _tried(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
     alike = [
         [k for k, each in enumerate(shapes) if each == shape] for shape in dict.fromkeys(shapes)
     ]
-    # A rule knows the layout, and where in it this worker is: the ends may be something else to it
-    # than what lies between. To follow it costs as much as a call, so of many not all are asked.
+    # A rule knows the layout and the place of this worker in it, and may treat the ends unlike the
+    # middle. Following it costs as much as a call, so not all of many workers are tried.
     few = supposed.size <= 8
     places = [
         k for some in alike for k in (some if few else {some[0], some[len(some) // 2], some[-1]})
@@ -104,9 +104,9 @@ def _tried(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
     for place in places:
         try:
             at_place = _tried_at(place, call, given, layouts)
-        except _REFUSALS:  # the rule would send, or finds that a length is that of a part
+        except _REFUSALS:  # the rule would send, or a length in the arguments is that of a part
             if len(known) < len(layouts) and shapes[place] != shapes[here]:
-                continue  # what is plain may be this worker's part, and fits no other
+                continue  # plain tensors may be this worker's parts, and fit no other place
             at_place = None
         if at_place is None:
             return "over the dimension that is split"
@@ -119,12 +119,12 @@ def _tried(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
 def _tried_at(
     place: int, call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]
 ) -> tuple[Layout, ...] | None:
-    """The layouts of the results by the rule, as the worker at this place follows it.
+    """The layouts of the results by the rule, as followed by the worker at this place.
 
-    None if the function of its part is not its part of the result.
+    None if the function of its part differs from its part of the result.
     """
-    # By the place: all workers draw the same, and come to the same answer. On the CPU, also where
-    # the user's default device is another: the values are ours.
+    # Seeded by the place: all workers draw the same numbers, and come to the same answer. On the
+    # CPU, even if the user's default device is another: only Tessel sees these values.
     draws = torch.Generator().manual_seed(place)
 
     def stand_in(each: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def _tried_at(
             kind = torch.complex128 if each.dtype.is_complex else torch.float64
             part = torch.rand(shape, generator=draws, dtype=kind, device="cpu").to(each.dtype)
         elif shape == tuple(each.shape):
-            part = each.detach().as_subclass(Tensor).cpu()  # places and truths as they are
+            part = each.detach().as_subclass(Tensor).cpu()  # indices and masks as they are
         else:
             part = torch.zeros(shape, dtype=each.dtype, device="cpu")
         return part, part if layout is None else tensor.Tensor(part.clone(), layout)
@@ -144,7 +144,7 @@ def _tried_at(
     drawn = {id(each): stand_in(each) for each in tensors_in((call.args, given))}
     args, settings = (mapped(lambda each: drawn[id(each)][1], x) for x in (call.args, given))
     with torch._C._EnableTorchFunction(), fallback("raise"), torch.no_grad():
-        with setting(outlining, True):  # values of others are not asked for
+        with setting(outlining, True):  # the rule asks for no values of other workers
             found = tensors_in(by_rule(call.function, args, settings))
         args, settings = (mapped(lambda each: drawn[id(each)][0], x) for x in (call.args, given))
         expected = tensors_in(call.function(*args, **settings))
@@ -157,19 +157,19 @@ def _tried_at(
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding."""
+    """Whether two tensors are equal up to rounding."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.dtype.is_floating_point or a.dtype.is_complex):
         return torch.equal(a, b)
     scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
-    # the rule may add in another order than the function; what is no part of it differs by far more
+    # the rule may add in another order than the function; a wrong part differs by far more
     bound = 64 * torch.finfo(a.dtype).eps
     return torch.allclose(a, b, rtol=bound, atol=bound * scale, equal_nan=True)
 
 
 def _layout(call: TorchCall, number: int) -> Layout | None:
-    """How the whole of a tensor of the call lies, over supposed workers; None for a plain one."""
+    """The layout of a whole tensor of the call, over placeholder workers; None for a plain one."""
     state, shape = call.states[number], call.shapes[number]
     if isinstance(state, Sharding):
         return layout_of(state, shape)
@@ -183,12 +183,12 @@ def _layout(call: TorchCall, number: int) -> Layout | None:
 
 
 def layout_of(sharding: Sharding, shape: Shape) -> Layout:
-    """How a tensor lies of which this worker has a shard of this shape, over supposed workers.
+    """The layout, over placeholder workers, of the tensor of a shard of this shape.
 
-    Where the length of the whole is not known, all shards are supposed to be as long as this one.
+    If the length of the whole is unknown, all shards are taken to be as long as this one.
     """
     dim, row, interval = sharding.dim, sharding.partition, sharding.interval
-    # two at least are supposed: of one alone a rule would not say what it needs of others
+    # at least two workers: for a single one, a rule would not show what it needs from others
     workers = _supposed(max(2, row.size), row.rank or 0)
     size = shape[dim] * workers.size
     if sharding.size is not None and interval is not None and row.size > 1:
@@ -198,8 +198,8 @@ def layout_of(sharding: Sharding, shape: Shape) -> Layout:
 
 @kept_in_job
 def _supposed(num: int, place: int) -> Partition:
-    """Workers in a row with whom nobody can talk, this one at a place among them."""
-    # numbers that no worker has: whoever sends something to one of them fails
+    """A row of placeholder workers, with this worker at one place among them."""
+    # ranks that no worker has: sending to one of them fails
     ranks = [-1 - k for k in range(num)]
     ranks[place] = transport.this_worker()
     return silent_row(ranks)

@@ -1,11 +1,11 @@
-"""What torch's own machinery may do with shards: wrappers of modules, and some optimizers.
+"""Guards for torch's own code that would mix shards: wrappers of modules, and some optimizers.
 
-`DistributedDataParallel` sends the values of its first worker to the others and takes the mean of
-all gradients. That is right for a shard if its workers hold the same one, as replicas of a split
-model do, and wrong if each of them holds another. Which of the two it is depends on the process
-group, not on the module, so it is decided when a module is wrapped. For that the `__init__` of
-torch's wrappers is replaced by one that asks first, once the first tensor becomes a shard; a
-program without shards has torch as it is.
+`DistributedDataParallel` sends the values of its first worker to the others and averages all
+gradients. That is right for a shard if its workers hold the same one, as replicas of a split model
+do, and wrong if each of them holds a different one. Which of the two is the case depends on the
+process group, not on the module, so it is decided when a module is wrapped. To this end, the
+`__init__` of torch's wrappers is replaced by one that checks first, when the first tensor becomes a
+shard; a program without shards finds torch unchanged.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tessel.encoding import encodable
 from tessel.transport import share_over
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for the list of a module
-REGISTERED = "_tessel_ddp_parameters"  # those of them that were put there because they are shards
+REGISTERED = "_tessel_ddp_parameters"  # the names in that list that Tessel added, being shards
 
 _FSDP = "torch.distributed.fsdp"
 _REPLICAS = "tessel.nn.data_parallel(model)"
 
-# what an optimizer takes of more than one number, in words
+# what an optimizer computes from several numbers at once, in words
 MIXING: dict[type[Optimizer], str] = {
     LBFGS: "takes products over all parameters",
     Adafactor: "takes means over rows and columns",
@@ -54,14 +54,14 @@ Check = Callable[[BoundArguments], AbstractContextManager[None]]
 
 @cache
 def adapt_torch(shards: type[Tensor]) -> None:
-    """Let torch treat shards as it must, from the first one on; `shards` is their type."""
+    """Make torch treat shards correctly, from the first one on; `shards` is their type."""
     _guard(DistributedDataParallel, _deciding)
     if _FSDP in sys.modules:
         _guard_fsdp()
     else:
         sys.meta_path.insert(0, _ImportGuard())
     # Optimizers step lists of these types in a few kernels, and others one by one; torch's own
-    # DTensor adds itself in the same way, there is no public one.
+    # DTensor adds itself in the same way, since there is no public function.
     for known in (of_optimizers, of_utilities):
         known.append(shards)
 
@@ -75,7 +75,7 @@ def _guard(wrapper: Any, check: Check) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         try:
             given = parameters.bind(self, *args, **kwargs)
-        except TypeError:  # torch says what is wrong with them
+        except TypeError:  # torch explains what is wrong with them
             return init(self, *args, **kwargs)
         with check(given):
             init(*given.args, **given.kwargs)
@@ -84,7 +84,7 @@ def _guard(wrapper: Any, check: Check) -> None:
 
 
 class _ImportGuard(MetaPathFinder):
-    """Guards FSDP when somebody imports it, which takes a second and few programs do."""
+    """Guards FSDP once it is imported, which takes a second and which few programs do."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != _FSDP:
@@ -105,8 +105,8 @@ class _ImportGuard(MetaPathFinder):
 def _guard_fsdp() -> None:
     """Guard both kinds of FSDP.
 
-    Programs have `fully_shard` itself by its name long before there is a shard; what it makes of
-    the parameters of a module is a class, which can be guarded at any time.
+    Programs import `fully_shard` itself long before there is a shard, so it cannot be replaced; the
+    class in which it keeps the parameters of a module can be guarded at any time.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -119,23 +119,23 @@ def _guard_fsdp() -> None:
         known = {"params", "modules", "mesh_info"} <= {*signature(FSDPParamGroup).parameters}
     if known:
         _guard(FSDPParamGroup, _refusing_group)
-    else:  # torch's own and no promise: a program that imports it must not fail for that
+    else:  # a private class of torch, which may change: importing FSDP must not fail for that
         text = "fully_shard of this version of torch is not supported by Tessel and may mix shards"
         warnings.warn(text, stacklevel=2)
 
 
 @encodable
 class HeldShard(NamedTuple):
-    """What one worker says of a shard in the module that it wraps.
+    """One worker's report of a shard in the module that it wraps.
 
     Args:
-        name: of the parameter or buffer.
-        what: the sharding in words, or what is to be done about a lost one.
-        is_lost: whether it is a lost one.
-        dim: that is split.
-        size: of the whole along it, if that is known.
-        workers: of the shard, in their order.
-        place: of this worker among them, or None.
+        name: the name of the parameter or buffer.
+        what: the sharding in words, or the remedy for a lost one.
+        is_lost: whether the sharding was lost.
+        dim: the dimension that is split.
+        size: the length of the whole along it, if known.
+        workers: the workers of the shard, in their order.
+        place: the place of this worker among them, or None.
         is_ignored: whether the user asked DDP to leave it alone.
         is_delayed: whether the user asked for a delayed reduction of its gradient.
     """
@@ -157,14 +157,14 @@ class HeldShard(NamedTuple):
 
 @encodable
 class ModuleReport(NamedTuple):
-    """What one worker says of the module that it wraps: its shards, and whether it has others."""
+    """One worker's report of a module that it wraps: its shards, and whether it has others."""
 
     shards: tuple[HeldShard, ...]
     has_others: bool
 
     @classmethod
     def of(cls, module: Module, given: dict[str, Any]) -> ModuleReport:
-        """That of a module, with the arguments of its wrapper."""
+        """Return the report of a module, given the arguments of its wrapper."""
         asked, delays = set(_asked(module)), given.get("delay_all_reduce_named_params") or ()
         delayed = {id(value) for _, value in delays} if isinstance(delays, list | tuple) else set()
         ignored = {id(value) for name, value in _named(module, False) if name in asked}
@@ -195,9 +195,9 @@ class ModuleReport(NamedTuple):
 
 @contextmanager
 def _deciding(given: BoundArguments) -> Iterator[None]:
-    """Let DDP ignore the shards of a module that are others on each of its workers, this once.
+    """Let DDP ignore the shards of a module that differ between its workers, for this call only.
 
-    All workers tell each other what they hold and come to the same decision, or raise.
+    All workers exchange reports of their shards and come to the same decision, or raise.
     """
     module, mesh = given.arguments.get("module"), given.arguments.get("device_mesh")
     handle = given.arguments.get("process_group")  # None is the group of all workers
@@ -212,8 +212,8 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
     apart = decide(workers, share_over(handle, report))
     before = module.__dict__.get(IGNORED)
     asked = [name for name in _asked(module) if name not in apart]
-    # A value that several modules use has several names. One of the module itself has two: DDP
-    # looks up some names with a dot before them.
+    # A value that several modules use has several names. A value of the module itself has two: DDP
+    # looks up some names with a leading dot.
     known = dict(_named(module))
     wanted = {id(known[name]) for name in apart}
     names = [name for name, value in _named(module, False) if id(value) in wanted]
@@ -221,21 +221,21 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
     setattr(module, IGNORED, [*asked, *names])
     try:
         yield
-    finally:  # DDP has its own copy; the next wrapper may have another group
+    finally:  # DDP has its own copy; the next wrapper may have a different group
         delattr(module, IGNORED)
         if before is not None:
             setattr(module, IGNORED, before)
 
 
 def _workers_of(handle: Any) -> list[int]:
-    """The workers of a process group, if this is one of them; torch refuses others itself."""
+    """The workers of a process group if this is one of them; else torch raises by itself."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(handle) < 0:
         return []
     return list(dist.get_process_group_ranks(handle))
 
 
 def _asked(module: Module) -> list[str]:
-    """What the user asked DDP to ignore, but for what is there only because it is a shard."""
+    """The names that the user asked DDP to ignore, without those added only because of shards."""
     registered = getattr(module, REGISTERED, ())
     return [name for name in getattr(module, IGNORED, ()) if name not in registered]
 
@@ -246,20 +246,20 @@ def _named(module: Module, once: bool = True) -> Iterator[tuple[str, Tensor]]:
 
 
 def decide(workers: Sequence[int], reports: Sequence[ModuleReport]) -> list[str]:
-    """The names of the shards that DDP must ignore; ValueError if it cannot be right.
+    """The names of the shards that DDP must ignore; ValueError if DDP could not be right.
 
     Args:
-        workers: those of its process group.
-        reports: what they say, in their order.
+        workers: the workers of its process group.
+        reports: their reports, in the same order.
 
-    A shard that all of them hold is averaged:
+    A shard that all workers hold alike is averaged:
 
     >>> weight = HeldShard("weight", "a shard", False, 0, 8, (0, 1), 0, False, False)
     >>> other = weight._replace(workers=(2, 3))
     >>> decide([0, 2], [ModuleReport((weight,), True), ModuleReport((other,), True)])
     []
 
-    Of shards that are others on each of them, every worker keeps its own:
+    Of shards that differ between the workers, each keeps its own:
 
     >>> other = weight._replace(place=1)
     >>> decide([0, 1], [ModuleReport((weight,), True), ModuleReport((other,), True)])
@@ -287,7 +287,7 @@ def decide(workers: Sequence[int], reports: Sequence[ModuleReport]) -> list[str]
 
 
 def _is_apart(label: str, workers: Sequence[int], held: Sequence[HeldShard]) -> bool:
-    """Whether each of these workers has its own shard, or all the same; ValueError if neither."""
+    """Whether each of these workers has its own shard, not all the same; ValueError if neither."""
     lost = next((each for each in held if each.is_lost), None)
     if lost is not None:
         raise ValueError(f"{label}: of {lost.name} {lost.what}")
@@ -328,7 +328,7 @@ def _is_apart(label: str, workers: Sequence[int], held: Sequence[HeldShard]) -> 
 def _refusing_flat(given: BoundArguments) -> Iterator[None]:
     """Check a module that `FullyShardedDataParallel` is to wrap."""
     arguments = given.arguments
-    for name in ("ignored_modules", "ignored_states"):  # which may be read only once
+    for name in ("ignored_modules", "ignored_states"):  # iterators can be read only once
         if arguments.get(name) is not None:
             arguments[name] = list(arguments[name])
     ignored = [*(arguments.get("ignored_modules") or ()), *(arguments.get("ignored_states") or ())]
@@ -370,10 +370,10 @@ def _check_left_out(
     label: str,
     remedy: str,
 ) -> None:
-    """Raise ValueError unless FSDP leaves all shards alone, and none has copies that would drift.
+    """Raise ValueError unless FSDP ignores all shards, and none has copies that would drift apart.
 
-    It makes one tensor of what its workers hold, or takes what they hold for one tensor; a layer
-    gets neither its shard nor a sharding from it.
+    FSDP concatenates the shards of its workers, or takes them for one tensor; a layer gets back
+    neither its shard nor a sharding.
     """
     if len(workers) < 2:
         return
@@ -398,15 +398,15 @@ def _check_left_out(
 
 
 def is_redundant(optimizer: Optimizer) -> bool:
-    """Whether it is a `ZeroRedundancyOptimizer`, of whose state each worker keeps some."""
-    # by its name: the module that has it takes long to import, and few programs do
+    """Whether this is a `ZeroRedundancyOptimizer`, whose state is divided among the workers."""
+    # by name: its module takes long to import, and few programs do
     return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
 
 
 def check_optimizer(stepping: Optimizer, *_: Any) -> None:
-    """Raise ValueError for an optimizer whose steps mix what different workers have.
+    """Raise ValueError for an optimizer whose steps mix the shards of different workers.
 
-    Each worker would have other products, norms and means, and what the workers share would drift
+    Each worker would compute different products, norms and means, and shared values would drift
     apart.
     """
     sends = is_redundant(stepping)
@@ -435,11 +435,11 @@ def check_optimizer(stepping: Optimizer, *_: Any) -> None:
 
 
 def check_gradient_reader(frame: FrameType, sharding: Sharding | UnknownSharding) -> None:
-    """Raise ValueError for code of torch that takes the gradients of one worker for all of them.
+    """Raise ValueError for code of torch that takes the gradients of one worker for all gradients.
 
-    A gradient is a plain tensor, from which nobody sees that it is one of a shard. So it is known
-    only here, where it is read: torch's own scaler and its own clipping would find another number
-    on each worker.
+    The gradient of a parameter is a plain tensor, which does not show that it belongs to a shard;
+    this is known only here, where it is read. Torch's own scaler and clipping would find a
+    different number on each worker.
     """
     if sharding.partition is None or sharding.partition.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Environment: what a call sees of the process that makes it, of which it has the outputs, too."""
+"""Environment: the parts of the caller's process that a call on a worker sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_TORCHRUN = (
 
 
 class Environment(NamedTuple):
-    """The surroundings of a call."""
+    """The variables, paths, arguments, directory and number of threads of a call."""
 
     environ: dict[str, str]
     path: list[str]
@@ -31,8 +31,8 @@ class Environment(NamedTuple):
 
     @classmethod
     def present(cls, threads: int) -> Environment:
-        """The surroundings of this process, but for the number of torch threads."""
-        # Gloo and NCCL would listen on the address of the machine's name, which may be none of its
+        """The environment of this process, with another number of torch threads."""
+        # Gloo and NCCL would listen on the address of the host's name, which may not be one of its
         # own, and which others can reach.
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         interface = loopback()
@@ -46,16 +46,16 @@ class Environment(NamedTuple):
         )
 
     def enter(self, known: dict[str, str], variables: dict[str, str]) -> None:
-        """Take on this environment, with these variables instead of those that launchers set.
+        """Adopt this environment, with these variables instead of those that launchers set.
 
-        `known` are the environment variables of the environment before, and then those of this one.
+        `known` has the variables of the previous environment, and is updated to those of this one.
         """
         environ = {
             name: value
             for name, value in self.environ.items()
             if not name.startswith("TORCHELASTIC_") and name not in (*_OF_TORCHRUN, *OF_TASKS)
         } | variables
-        # Only what has changed since the last call: what the worker has set itself stays.
+        # Only variables that changed since the last call: those that the worker set itself stay.
         for name in known.keys() - environ.keys():
             os.environ.pop(name, None)
         for name, value in environ.items():
@@ -72,14 +72,14 @@ class Environment(NamedTuple):
 
 
 def flush_outputs() -> None:
-    """Write out what Python holds back."""
+    """Flush Python's buffers of the outputs."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
 
 
 def redirect_outputs(fds: Sequence[int]) -> None:
-    """Let the outputs of this process go to other files, whose descriptors are used up."""
+    """Redirect the outputs of this process to other files, whose descriptors are closed."""
     for output, fd in zip(OUTPUTS, fds, strict=True):
         os.dup2(fd, output)
         os.close(fd)

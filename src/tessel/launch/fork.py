@@ -1,4 +1,4 @@
-"""Fork: a copy of this process that does one thing and ends."""
+"""Fork: a copy of this process that runs one function and ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tessel.launch.environment import flush_outputs
 
 
 def fork(body: Callable[[], object]) -> int:
-    """Run `body` in a fork of this process, and return the number of the fork."""
+    """Run `body` in a fork of this process, and return the process id of the fork."""
     with warnings.catch_warnings():
-        # Python warns of the threads that the fork will lack: see `worker.work`.
+        # Python warns about threads, which a fork does not have: see `worker.work`.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -35,18 +35,18 @@ def fork(body: Callable[[], object]) -> int:
     finally:
         with contextlib.suppress(OSError, ValueError):
             flush_outputs()
-        os._exit(code)  # a fork must not return to the code of its parent, nor run its exit hooks
+        os._exit(code)  # a fork must neither return to its parent's code nor run its exit hooks
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code that python gives to a program that ends with this exception."""
+    """The exit code of a Python program that ends with this exception."""
     if not isinstance(error, SystemExit):
         return 1
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def poll_fork(pid: int) -> int | None:
-    """How a fork of this process ended, None as long as it runs."""
+    """How a fork of this process ended; None while it runs."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -55,7 +55,7 @@ def poll_fork(pid: int) -> int | None:
 
 
 def die_with(parent: int) -> None:
-    """Have the system end this process when its parent ends, where it can."""
+    """Let the system end this process when its parent ends, where it supports that."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

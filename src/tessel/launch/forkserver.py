@@ -26,11 +26,11 @@ from tessel.launch.fork import die_with, fork, poll_fork
 from tessel.launch.message import receive_fds
 from tessel.launch.worker import work
 
-# Seconds that processes have to end by themselves.
+# Seconds in which processes may end by themselves.
 GRACE = 1.0
-# From the forkserver: the number of a started process, then its exit code.
+# From the forkserver: the id of a started process, then its exit code.
 STATUS = struct.Struct("<i")
-# To the forkserver: the number of a process, 0 for a new one, and the signal to send to it.
+# To the forkserver: the id of a process, 0 for a new one, and the signal to send to it.
 _ORDER = struct.Struct("<ii")
 _BOOT = (
     "import gc, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); "
@@ -45,7 +45,7 @@ class ForkServer:
     def __init__(self, control: socket.socket, pid: int, poll: Callable[[], object]) -> None:
         self._control = control
         self._pid = pid
-        self._poll = poll  # returns None as long as the process runs
+        self._poll = poll  # returns None while the process runs
 
     def is_running(self) -> bool:
         return self._poll() is None
@@ -70,9 +70,9 @@ class ForkServer:
 
 
 def shared_forkserver(preload: tuple[str, ...] = ()) -> ForkServer:
-    """The forkserver of this process that has imported these modules besides torch.
+    """The forkserver of this process that has also imported these modules.
 
-    It is started by its first use, and lives as long as the process.
+    It starts when first used, and lives as long as the process.
     """
     forkserver = _spawn_forkserver(os.getpid(), preload)
     if not forkserver.is_running():
@@ -83,7 +83,7 @@ def shared_forkserver(preload: tuple[str, ...] = ()) -> ForkServer:
 
 @functools.cache
 def _spawn_forkserver(pid: int, preload: tuple[str, ...]) -> ForkServer:
-    """A forkserver in a new interpreter; a fork of this process has another `pid`, so its own."""
+    """Start a forkserver in a new interpreter; a fork, which has another `pid`, gets its own."""
     mine, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()
@@ -95,17 +95,17 @@ def _spawn_forkserver(pid: int, preload: tuple[str, ...]) -> ForkServer:
 
 
 def run_forkserver(fd: int, preload: Sequence[str]) -> None:
-    """Be the forkserver at the other end of a socket, in a new interpreter."""
+    """Run as the forkserver at the other end of a socket, in a new interpreter."""
     for name in preload:
-        with contextlib.suppress(ImportError):  # the function that needs it will say so
+        with contextlib.suppress(ImportError):  # the function that needs it will raise
             importlib.import_module(name)
-    gc.freeze()  # memory that the workers share is then not copied by their garbage collection
-    gc.enable()  # switched off until now: of what imports make nothing is garbage
+    gc.freeze()  # the workers' garbage collection then does not copy shared memory
+    gc.enable()  # disabled until now, since imports create no garbage
     _Server(socket.socket(fileno=fd), None).run()
 
 
 def fork_forkserver(inherited: Callable[[], object]) -> ForkServer:
-    """A forkserver forked from this process, whose workers have a function that cannot be sent."""
+    """Fork a forkserver from this process, whose workers inherit a function that cannot be sent."""
     if dist.is_initialized() or torch.cuda.is_initialized():
         raise RuntimeError(
             "this function or one of its arguments cannot be imported by the workers, and this "
@@ -125,23 +125,23 @@ def fork_forkserver(inherited: Callable[[], object]) -> ForkServer:
 
 
 class _Server:
-    """What a forkserver is in its own process: it forks and signals workers as told."""
+    """A forkserver in its own process: it forks and signals workers on request."""
 
     def __init__(self, control: socket.socket, inherited: Callable[[], object] | None) -> None:
         self._control = control
         self._inherited = inherited
         self._wakeup, self._wakeup_writer = socket.socketpair()  # written to by signals
-        self._reports: dict[int, int] = {}  # where to report the end of each worker, by number
+        self._reports: dict[int, int] = {}  # where to report the end of each worker, by process id
 
     def run(self) -> None:
-        """Do as told while the process that this one serves is there, then end the workers."""
+        """Follow orders while the process that this one serves exists, then end the workers."""
         self._wakeup_writer.setblocking(False)
         signal.signal(signal.SIGINT, _ignore)  # Ctrl-C is for the parent, which ends the workers
         signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(self._wakeup_writer.fileno())
         parent = os.getppid()
         with self._control, self._wakeup, self._wakeup_writer:
-            order = b"something"  # nothing, when the process that this one serves has hung up
+            order = b"something"  # empty when the process that this one serves has hung up
             while os.getppid() == parent and order:
                 ready = wait([self._control, self._wakeup], timeout=1.0)
                 if self._wakeup in ready:
@@ -155,7 +155,7 @@ class _Server:
                 if self._control in ready:
                     order, fds = receive_fds(self._control, _ORDER.size)
                     pid, number = _ORDER.unpack(order) if order else (-1, 0)
-                    if pid in self._reports:  # else it has ended: another may have its number
+                    if pid in self._reports:  # else it has ended, and its id may be reused
                         os.kill(pid, number)
                     elif pid == 0:
                         self._start(*fds)
@@ -164,7 +164,7 @@ class _Server:
                 os.waitpid(pid, 0)
 
     def _start(self, fd: int, report: int, stacks: int) -> None:
-        """Fork a worker, which lets go of what is the forkserver's."""
+        """Fork a worker, which closes the files of the forkserver."""
         forkserver = os.getpid()
 
         def become_worker() -> None:
@@ -172,13 +172,13 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for owned in (self._control, self._wakeup, self._wakeup_writer):
                 owned.close()
-            # An end of another's pipe that is open here would hide that its worker has ended.
+            # An open end of another worker's pipe here would hide the end of that worker.
             for other in (report, *self._reports.values()):
                 os.close(other)
             die_with(forkserver)
             work(channel, stacks, self._inherited)
 
-        with socket.socket(fileno=fd) as channel:  # in the fork it is open until the very end
+        with socket.socket(fileno=fd) as channel:  # in the fork it stays open until the very end
             pid = fork(become_worker)
         os.close(stacks)
         self._reports[pid] = report
@@ -186,7 +186,7 @@ class _Server:
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """A signal handler that, unlike SIG_IGN, is not passed on to programs that a worker starts."""
+    """Ignore a signal; unlike SIG_IGN, programs that a worker starts do not inherit this."""
 
 
 def _write_status(report: int, status: int) -> None:

@@ -1,10 +1,10 @@
-"""Gate: the only door between the hosts of a job, which opens to those who know its token.
+"""Gate: the only door between the hosts of a job, which opens only with the job's token.
 
-Torch's store, through which workers find each other, asks nobody who they are. So it listens on the
-loopback interface of one host alone. The launcher of that host has a gate on the address that the
-hosts were told; the launchers of the others have a tunnel, a port of their own loopback interface
-which leads through the gate. Both sides prove that they know the token, by an HMAC over numbers
-that the other has just drawn, before a single byte goes through. What goes through is not
+Torch's store, through which workers find each other, does not authenticate anyone. So it listens
+only on the loopback interface of one host. The launcher of that host has a gate on the address that
+the hosts were given; the launchers of the others have a tunnel, a port of their own loopback
+interface that leads through the gate. Before a single byte goes through, both sides prove that they
+know the token, by an HMAC over numbers that the other has just drawn. The connection is not
 encrypted.
 
     gate:    GREETING, 32 random bytes
@@ -35,12 +35,12 @@ GREETING = b"tessel 1"
 _NONCE, _PROOF = 32, 32
 _SECONDS_TO_PROVE = 10.0
 _SECONDS_BETWEEN_ATTEMPTS = 0.2
-_MOST_STRANGERS = 64  # connections at a time that have proved nothing yet
-_FEWEST_LETTERS = 16  # of a token
+_MOST_STRANGERS = 64  # simultaneous connections that are not authenticated yet
+_FEWEST_LETTERS = 16  # shortest token
 
 
 class GateError(OSError):
-    """A gate or a tunnel cannot be had; the text says why."""
+    """A gate or a tunnel cannot be made; the text says why."""
 
 
 class Endpoint:
@@ -60,7 +60,7 @@ class Endpoint:
         self.port = int(port)
 
     def addresses(self) -> list[tuple[Any, str]]:
-        """Families and addresses of the host, as this one looks them up; GateError if none."""
+        """Look up the families and addresses of the host; GateError if there are none."""
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -68,9 +68,9 @@ class Endpoint:
         return [(family, str(address[0])) for family, _, _, _, address in found]
 
     def listen(self) -> socket.socket | None:
-        """A listening socket if this is an address of this host, and nobody listens there.
+        """Listen if this is an address of this host, and nobody else listens there; else None.
 
-        GateError if it is one that no other host can reach, and was not named so.
+        GateError if no other host can reach the address, unless it was given as a local one.
         """
         for family, address in self.addresses():
             try:
@@ -91,13 +91,13 @@ class Endpoint:
 
 
 def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
-    """The token of this user: TESSEL_TOKEN, else that of a file, made if it is the usual one.
+    """The token of this user: TESSEL_TOKEN, else that in a file; the default file is made.
 
     Args:
         path: the file; None for `$XDG_CONFIG_HOME/tessel/token`.
 
     Raises:
-        GateError: if there is none, others can read it, or it is too short.
+        GateError: if there is no token, others can read it, or it is too short.
     """
     given = text("TESSEL_TOKEN")
     if given is not None and path is None:
@@ -122,7 +122,7 @@ def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
 
 
 def make_token(file: Path) -> None:
-    """A new token for this user, if there is none; of several who make it the first counts."""
+    """Make a token for this user if there is none; if several processes do, the first counts."""
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -145,27 +145,27 @@ def _checked_token(token: bytes, source: str) -> bytes:
 
 
 def _proof(token: bytes, job: str, side: bytes, gates: bytes, tunnels: bytes) -> bytes:
-    """What one side of a job says who knows its token, after both have drawn a number."""
+    """The proof of one side that it knows the token, after both have drawn a number."""
     name = job.encode("utf-8", "surrogateescape")
     return hmac.digest(token, side + name + gates + tunnels, "sha256")
 
 
 class _Forwarder:
-    """Connections in pairs, whose bytes go from one to the other, in a thread of their own.
+    """Forwards bytes between pairs of connections, in a separate thread.
 
-    A subclass says in `_serve` what becomes of a connection.
+    A subclass handles a new connection in `_serve`.
     """
 
     def __init__(self, listener: socket.socket) -> None:
         self._loop = asyncio.new_event_loop()
-        self._open = 0  # pairs
+        self._open = 0  # number of pairs
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
         async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await self._serve(reader, writer)
-            except asyncio.CancelledError:  # by `close`; asyncio would report it as a failure
+            except asyncio.CancelledError:  # from `close`; asyncio would report it as a failure
                 pass
             finally:
                 writer.close()
@@ -179,7 +179,7 @@ class _Forwarder:
         raise NotImplementedError(f"{type(self).__name__} must implement `_serve`")
 
     def close(self, seconds: float = 0.0) -> None:
-        """End, after so many seconds at most in which open connections may end by themselves."""
+        """End, after giving open connections at most so many seconds to end by themselves."""
         deadline = time.monotonic() + seconds
         while self._open and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -204,17 +204,17 @@ class _Forwarder:
         one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
-        """Carry bytes both ways until both sides have ended."""
+        """Forward bytes both ways until both sides have ended."""
         self._open += 1
         try:
             await asyncio.gather(_carry(one[0], other[1]), _carry(other[0], one[1]))
         finally:
             self._open -= 1
-            other[1].close()  # who has called closes the first
+            other[1].close()  # the caller closes the first
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # a side that is gone has nothing more to say or hear
+    with contextlib.suppress(OSError):  # one side is gone, so the other is done, too
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
@@ -223,13 +223,13 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 class Gate(_Forwarder):
-    """Lets those who know the token through to a port of this host's loopback interface.
+    """Connects clients that know the token to a port of this host's loopback interface.
 
     Args:
-        listener: where hosts knock.
-        port: to which they get.
+        listener: the socket to which hosts connect.
+        port: the port to which they are connected.
         token: the secret of the job.
-        job: its name; hosts of another job with the same token do not get in.
+        job: its name; hosts of another job with the same token are refused.
     """
 
     def __init__(self, listener: socket.socket, port: int, token: bytes, job: str) -> None:
@@ -246,7 +246,7 @@ class Gate(_Forwarder):
             is_known = await asyncio.wait_for(
                 self._authenticates(reader, writer), _SECONDS_TO_PROVE
             )
-        except (OSError, EOFError):  # a timeout is an OSError, too
+        except (OSError, EOFError):  # a timeout is also an OSError
             is_known = False
         finally:
             self._strangers -= 1
@@ -254,7 +254,7 @@ class Gate(_Forwarder):
             return
         try:
             inside = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:  # the store is gone: so is the job
+        except OSError:  # the store is gone, and so is the job
             return
         await self._join((reader, writer), inside)
 
@@ -278,18 +278,18 @@ class Tunnel(_Forwarder):
     """A port of this host's loopback interface that leads through the gate of another host.
 
     Args:
-        endpoint: of the gate.
+        endpoint: the address of the gate.
         token: the secret of the job.
         job: its name.
-        seconds: how long to knock until somebody is there.
+        seconds: how long to retry until the gate answers.
 
     Raises:
-        GateError: if nobody is there, or it is no gate, or the token or the job is another one.
+        GateError: if nobody answers, or it is no gate, or the token or the job differs.
     """
 
     def __init__(self, endpoint: Endpoint, token: bytes, job: str, seconds: float) -> None:
         self._endpoint, self._proof = endpoint, partial(_proof, token, job)
-        # Once before all else: whoever has the wrong token is told so, and not a worker of his.
+        # Once before all else, so that a wrong token raises here and not in a worker.
         with self._knock(seconds) as probe:
             self.address = probe.getsockname()[0]
         listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -300,12 +300,12 @@ class Tunnel(_Forwarder):
         try:
             outside = await asyncio.get_running_loop().run_in_executor(None, self._knock, 5.0)
             there = await asyncio.open_connection(sock=outside)
-        except OSError:  # who has connected here finds the connection closed
+        except OSError:  # the client finds its connection closed
             return
         await self._join((reader, writer), there)
 
     def _knock(self, seconds: float) -> socket.socket:
-        """A connection through the gate."""
+        """Connect through the gate."""
         where = f"{self._endpoint.host}:{self._endpoint.port}"
         deadline = time.monotonic() + seconds
         while True:
@@ -348,7 +348,7 @@ class Tunnel(_Forwarder):
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes, or zeros in the place of those that do not come: no proof is all zeros."""
+    """Read this many bytes, with zeros for those that do not come: no proof is all zeros."""
     data = b""
     while len(data) < count and (chunk := connection.recv(count - len(data))):
         data += chunk

@@ -1,8 +1,8 @@
-"""Messages: what travels between a worker and the process that calls it.
+"""Messages between a worker and the process that calls it.
 
-A message is a mark, two lengths, a pickled head and a body of bytes. File descriptors go with the
-lengths. It goes through a pair of sockets that a process and its own child alone have, and through
-no network.
+A message is a mark, two lengths, a pickled head and a body of bytes. File descriptors are sent with
+the lengths. Messages go through a pair of sockets that only a process and its own child have, never
+through a network.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tessel.launch.environment import Environment
 _PACKAGE = os.path.dirname(__file__)
 _MARK = b"tessel1\n"
 _LENGTHS = struct.Struct(f"<{len(_MARK)}sQQ")
-_LONGEST = 2**46  # bytes: more is nothing that a process could have sent
-# What pickle raises, itself or through a type's own `__reduce__`, when it cannot pickle a value.
+_LONGEST = 2**46  # bytes: no process can have sent more
+# The errors of pickle, or of a type's own `__reduce__`, for a value that cannot be pickled.
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError, ValueError)
-# The signal at which a worker writes its stacks into a file.
+# The signal on which a worker writes its stacks to a file.
 DUMP_STACKS = signal.SIGUSR2
 
 
 class NoMessageError(RuntimeError):
-    """What came from the other process is not a message of this module."""
+    """The other process sent something that is not a message of this module."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(
@@ -46,14 +46,14 @@ class Call(NamedTuple):
     rank: int
     nprocs: int
     port: int
-    fresh: bool  # whether a process group has to be made first
+    fresh: bool  # whether a process group must be made first
     backend: str
     environment: Environment
     main: tuple[str, str | None] | None  # file and package of the script that it needs
-    number: int  # of the call, the same for all workers
+    number: int  # the number of the call, the same for all workers
 
     def variables(self) -> dict[str, str]:
-        """The environment variables by which torchrun tells a worker who it is."""
+        """The environment variables by which torchrun tells a worker its place."""
         if self.nprocs == 1:
             return {}
         rank, size = str(self.rank), str(self.nprocs)
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception on a worker, as it travels."""
+    """An exception on a worker, in a form that can be sent."""
 
     time: float
     pickled: bytes
@@ -77,7 +77,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an exception, from where it left this package."""
+        """Describe an exception, with its traceback outside of this package."""
         when = time.monotonic()
         summary = "".join(traceback.format_exception_only(error)).strip()
         trace = error.__traceback__
@@ -86,14 +86,14 @@ class Failure(NamedTuple):
         lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
         try:
             pickled = pickle.dumps(error)
-            if type(pickle.loads(pickled)) is not type(error):  # as it would be on the other side
+            if type(pickle.loads(pickled)) is not type(error):  # on the other side, too
                 pickled = b""
-        except Exception:  # an exception's own code may raise anything here
+        except Exception:  # the code of an exception's class may raise anything here
             pickled = b""
         return cls(when, pickled, summary, "".join(lines))
 
     def exception(self) -> BaseException:
-        """The exception itself, or one that says the same if it cannot be had here."""
+        """The exception itself, or one with the same text if it cannot be unpickled here."""
         with contextlib.suppress(EOFError, ImportError, *UNPICKLABLE):
             return pickle.loads(self.pickled)
         return RuntimeError(self.summary)
@@ -103,7 +103,7 @@ class Reply(NamedTuple):
     """The answer of a worker; the pickled result follows it."""
 
     failure: Failure | None = None
-    in_world: bool = False  # whether the process group is there and fit for the next call
+    in_world: bool = False  # whether the process group exists and can be used by the next call
 
 
 def send(channel: socket.socket, head: object, body: bytes, fds: Sequence[int] = ()) -> None:
@@ -115,7 +115,7 @@ def send(channel: socket.socket, head: object, body: bytes, fds: Sequence[int] =
 
 
 def receive(channel: socket.socket) -> tuple[Any, memoryview, list[int]] | None:
-    """The next message and its file descriptors; None if the other side has gone."""
+    """Receive the next message and its file descriptors; None if the other side has hung up."""
     chunk, fds = receive_fds(channel, _LENGTHS.size)
     data = bytearray(chunk)
     while chunk:
@@ -127,17 +127,17 @@ def receive(channel: socket.socket) -> tuple[Any, memoryview, list[int]] | None:
 
 
 def receive_fds(channel: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """A fixed number of bytes and up to three file descriptors, not to be inherited."""
+    """Receive a fixed number of bytes and up to three file descriptors, not inheritable."""
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     data, fds, _, _ = socket.recv_fds(channel, size, 3, flags)
     return data, fds
 
 
 def parse(data: bytearray) -> tuple[Any, memoryview] | None:
-    """Head and body of a message; None as long as a part of it is missing.
+    """Return head and body of a message, or None while a part of it is missing.
 
     Raises:
-        NoMessageError: if it cannot become one, whatever else comes.
+        NoMessageError: if it cannot become one, regardless of what follows.
     """
     if data[: len(_MARK)] != _MARK[: len(data)]:
         raise NoMessageError(f"it begins with {bytes(data[: len(_MARK)])!r}")
@@ -151,7 +151,7 @@ def parse(data: bytearray) -> tuple[Any, memoryview] | None:
     view = memoryview(data)[_LENGTHS.size :]
     try:
         return pickle.loads(view[:head]), view[head:]
-    except Exception as error:  # bytes that are no pickle raise whatever they happen to name
+    except Exception as error:  # bytes that are no pickle may raise anything
         raise NoMessageError(
             f"its header cannot be read, {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Process: the handle of a worker in the process that calls it, and what is done with several."""
+"""Process: the handle of a worker in its caller, and functions of several workers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tessel.launch.message import DUMP_STACKS, UNPICKLABLE, Call, Reply, parse, 
 
 
 class WorkerProcess:
-    """A worker as its caller sees it: a channel for calls, and a report of how it ended."""
+    """A worker as seen by its caller: a channel for calls, and a report of how it ended."""
 
     def __init__(self, forkserver: ForkServer) -> None:
         self.end: str | None = None  # how it ended
-        self.reply: Reply | None = None  # to the last call
-        self._pid = 0  # until it has started
+        self.reply: Reply | None = None  # the reply to the last call
+        self._pid = 0  # 0 until it has started
         self._body = memoryview(b"")  # the result that came with the reply
         self._inbox = bytearray()
         self._forkserver = forkserver
@@ -49,7 +49,7 @@ class WorkerProcess:
         return self.end is not None
 
     def is_reachable(self) -> bool:
-        """Whether an idle worker can take a call: its end closes the channel before all else."""
+        """Whether an idle worker can take a call; a worker that ends closes its channel first."""
         if self.has_ended() or self._channel.fileno() < 0:
             return False
         try:
@@ -72,25 +72,25 @@ class WorkerProcess:
 
     @property
     def status(self) -> int:
-        """What to wait on for news of its start and end."""
+        """The file descriptor to wait on for news of its start and end."""
         return self._status.fileno()
 
     def sources(self) -> list[Any]:
-        """What to wait on for all news of this worker."""
+        """The sources to wait on for all news of this worker."""
         return [self.status] + ([self._channel] if self._channel.fileno() >= 0 else [])
 
     def send(self, call: Call | None, body: bytes, fds: Sequence[int], deadline: float) -> None:
-        """Send a call; a worker that cannot take it is found out by the lack of a reply."""
+        """Send a call; a worker that cannot take it is noticed by the missing reply."""
         self.reply = None
         seconds = deadline - time.monotonic()
         self._channel.settimeout(None if seconds == math.inf else max(seconds, 1e-3))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
             send(self._channel, call, body, fds)
-        self._channel.settimeout(None)  # with a timeout, even MSG_DONTWAIT would wait for it
+        self._channel.settimeout(None)  # with a timeout, even MSG_DONTWAIT would wait
 
     def read(self) -> None:
-        """Take in what has come: a part of the reply, or news of the end."""
-        self._read_status()  # before the channel: what it sent before its end is then all there
+        """Read what has arrived: a part of the reply, or news of the end."""
+        self._read_status()  # before the channel, which then has everything sent before the end
         while self.reply is None and self._channel.fileno() >= 0:
             try:
                 chunk = self._channel.recv(1 << 20, socket.MSG_DONTWAIT)
@@ -107,7 +107,7 @@ class WorkerProcess:
                 self._inbox = bytearray()
 
     def take_result(self, rank: int) -> Any:
-        """The result that came with the reply, which is then let go."""
+        """Return the result that came with the reply, and drop it."""
         body, self._body = self._body, memoryview(b"")
         try:
             return pickle.loads(body)
@@ -119,7 +119,7 @@ class WorkerProcess:
             self._forkserver.signal(self._pid, number)
 
     def stacks(self) -> str:
-        """The Python stacks that it dumped on a signal, or on a crash."""
+        """The Python stacks that the worker dumped on a signal or a crash."""
         self._stacks.seek(0)
         return self._stacks.read().decode(errors="replace")
 
@@ -156,7 +156,7 @@ def await_starts(processes: Iterable[WorkerProcess]) -> None:
 
 
 def await_ends(processes: Sequence[WorkerProcess], seconds: float) -> None:
-    """Wait until all have ended, but not forever."""
+    """Wait until all have ended, at most some seconds."""
     deadline = time.monotonic() + seconds
     while waiting := [process.status for process in processes if not process.has_ended()]:
         if not wait(waiting, max(0.0, deadline - time.monotonic())):
@@ -172,7 +172,7 @@ def kill(processes: Iterable[WorkerProcess]) -> None:
 
 
 def collect(processes: Sequence[WorkerProcess], deadline: float) -> None:
-    """Take in replies until all are there, the deadline, or the grace after a first failure."""
+    """Read replies until all have arrived, the deadline, or a grace period after a failure."""
     failed = False
     while waiting := [p for p in processes if p.reply is None and p.end is None]:
         if not failed and any(process.has_failed() for process in processes):
@@ -186,7 +186,7 @@ def collect(processes: Sequence[WorkerProcess], deadline: float) -> None:
 
 
 def raise_failure(processes: Sequence[WorkerProcess], name: str) -> None:
-    """Raise the first failure; a lost worker counts first, for it makes the others fail."""
+    """Raise the first failure; a lost worker takes precedence, since it makes the others fail."""
     lost = {rank: process for rank, process in enumerate(processes) if process.is_lost()}
     failures = {
         rank: p.reply.failure for rank, p in enumerate(processes) if p.reply and p.reply.failure
@@ -214,13 +214,13 @@ def raise_failure(processes: Sequence[WorkerProcess], name: str) -> None:
 
 
 def raise_timeout(processes: Sequence[WorkerProcess], name: str, timeout: float | None) -> None:
-    """Raise if a worker has not replied, and show where each of these is."""
+    """Raise if workers have not replied, and show where each of these is."""
     stuck = {rank: process for rank, process in enumerate(processes) if process.reply is None}
     if not stuck:
         return
     for process in stuck.values():
         process.signal(DUMP_STACKS)
-    # The stacks are there when all have written something, and nothing was added since.
+    # The stacks are complete when all have written something, and nothing was added since.
     before: list[str] = []
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Task: a function and its arguments on their way to workers, which import what they name."""
+"""Task: a pickled function with its arguments; workers import the names in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Task(NamedTuple):
     """A function and its arguments, pickled."""
 
     name: str
-    pickled: bytes  # empty if workers could not import what it names
+    pickled: bytes  # empty if workers could not import its names
     main: tuple[str, str | None] | None = None  # file and package of the script that it needs
 
     @classmethod
@@ -32,7 +32,7 @@ class Task(NamedTuple):
             pickled = pickle.dumps((fn, args))
         except UNPICKLABLE:
             return cls(name, b"")
-        # The main module has the second name on a worker: see `_import_main`.
+        # On a worker the main module has the second name: see `_import_main`.
         if b"__main__" not in pickled and b"__mp_main__" not in pickled:
             return cls(name, pickled)
         main = sys.modules["__main__"]
@@ -45,7 +45,7 @@ class Task(NamedTuple):
 def load_task(
     pickled: bytes | memoryview, main: tuple[str, str | None] | None
 ) -> Callable[[], object]:
-    """The function with its arguments, on a worker."""
+    """Load the function with its arguments, on a worker."""
     try:
         if main:
             _import_main(*main)
@@ -57,7 +57,7 @@ def load_task(
 
 
 def forbid_while_importing_main() -> None:
-    """Raise if a worker is about to start workers only because it imports the caller's script."""
+    """Raise if a worker would start workers only because it imports the caller's script."""
     if path := _importing_main.get(None):
         raise RuntimeError(
             f"a worker imports {path} to find the function that it runs, which starts "
@@ -70,7 +70,7 @@ def forbid_while_importing_main() -> None:
 def _import_main(path: str, package: str | None) -> None:
     """Make the caller's script this process's main module, as `multiprocessing` does.
 
-    It runs under the name `__mp_main__`, so that what it guards by its name is left out.
+    It runs under the name `__mp_main__`, so that code guarded by `__main__` is not run.
     """
     previous = sys.modules["__main__"]
     if getattr(previous, "__file__", None) == path:

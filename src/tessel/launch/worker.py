@@ -1,4 +1,4 @@
-"""Worker: the process that runs the functions which another one sends to it."""
+"""Worker: a process that runs functions sent to it by another process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def work(channel: socket.socket, stacks: int, inherited: Callable[[], object] | 
     """Answer calls until the other side hangs up.
 
     Args:
-        channel: to the process that makes the calls.
+        channel: the socket to the process that makes the calls.
         stacks: the file for Python's stacks, written on a signal and on a crash.
         inherited: the function to call if this worker was forked from the process that has it.
     """
@@ -35,7 +35,7 @@ def work(channel: socket.socket, stacks: int, inherited: Callable[[], object] | 
     faulthandler.register(DUMP_STACKS, stacks)
     keep_lines_whole()
     if inherited is None:
-        if "numpy.random" in sys.modules:  # a state of its own, as processes have that were spawned
+        if "numpy.random" in sys.modules:  # a separate state, as in spawned processes
             sys.modules["numpy.random"].seed()
         _answer_calls(channel, None)
     else:

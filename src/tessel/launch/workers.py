@@ -38,29 +38,31 @@ def launch(
     threads: int | None = None,
     backend: str = "gloo",
 ) -> list[T]:
-    """Run `fn(*args)` on `nprocs` local workers and return their results, in the order of ranks.
+    """Run `fn(*args)` on `nprocs` local workers and return their results in the order of ranks.
 
-    Each worker is a process of its own in a `torch.distributed` world that is initialised already,
-    with the environment variables that torchrun sets. A single worker is a plain process: it needs
-    no process group and gets none.
+    Each worker is a separate process in a `torch.distributed` world that is already initialised,
+    with the environment variables that torchrun sets. A single worker is a plain process without a
+    process group, since it needs none.
 
-    `tessel.launch` is this function. It has the name of its package, so that `tessel.launch.x` is
-    an attribute of the function: names of the package come by `from tessel.launch import Workers`.
+    `tessel.launch` is this function. It has the same name as its package, so `tessel.launch.x` is
+    an attribute of the function: import names of the package by
+    `from tessel.launch import Workers`.
 
-    The first failure of a worker is raised here, as the exception that it was, with the worker's
-    traceback as a note. A worker that dies raises `tessel.WorkerLost`.
+    The first failure of a worker is raised here as the original exception, with the worker's
+    traceback as a note. If a worker dies, this raises `tessel.WorkerLost`.
 
     The workers import `fn` from its module or script, so a script calls `launch` under
-    `if __name__ == "__main__":`. Lambdas, closures and functions typed into a notebook have nothing
-    to be imported from: for them this process is forked.
+    `if __name__ == "__main__":`. Lambdas, closures and functions typed into a notebook cannot be
+    imported: for them this process is forked.
 
     Args:
-        fn: what every worker runs. Arguments and results are copied: they must be picklable.
+        fn: the function that every worker runs. Arguments and results are copied, and must be
+            picklable.
         nprocs: the number of workers.
         args: the arguments of `fn`, the same for every worker.
         timeout: seconds after which `TimeoutError` shows where each worker was; none by default.
-        threads: torch threads of each worker; by default the cores are shared out evenly.
-        backend: of the process group, as for `torch.distributed.init_process_group`.
+        threads: torch threads of each worker; by default the cores are divided evenly.
+        backend: the backend of the process group, as for `torch.distributed.init_process_group`.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -84,16 +86,16 @@ def launch(
 
 
 class Workers:
-    """Local processes that live until closed and run functions together, one call after the other.
+    """Local processes that live until closed, and run functions together, one call at a time.
 
     The workers start when first needed, and a call replaces those that died. The process group is
-    kept between calls with the same `nprocs`, and made anew after a failure.
+    kept between calls with the same `nprocs`, and made again after a failure.
 
     Args:
-        nprocs: the number of workers of a call that does not say otherwise.
-        timeout: seconds that a call may take if it does not say otherwise; None for any number.
-        threads: torch threads of each worker; by default the cores are shared out evenly.
-        backend: of the process group, as for `torch.distributed.init_process_group`.
+        nprocs: the default number of workers of a call.
+        timeout: the default time limit of a call in seconds; None for no limit.
+        threads: torch threads of each worker; by default the cores are divided evenly.
+        backend: the backend of the process group, as for `torch.distributed.init_process_group`.
         preload: names of modules that are imported once for all workers, before these are forked.
 
     Example:
@@ -118,7 +120,7 @@ class Workers:
         self.nprocs, self.timeout = _count("nprocs", nprocs), timeout
         self.threads = None if threads is None else _count("threads", threads)
         self.backend = backend
-        # A single text would be taken for one name per letter.
+        # A single string would be taken for one name per letter.
         self.preload = (preload,) if isinstance(preload, str) else tuple(preload)
         for name in self.preload:
             if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
@@ -126,8 +128,8 @@ class Workers:
                     f"preload must contain names of modules, such as 'torch.func', got {name!r}"
                 )
         self._processes: list[WorkerProcess] = []
-        self._world: list[WorkerProcess] = []  # who share a process group, in the order of ranks
-        self._port = 0  # of their rendezvous
+        self._world: list[WorkerProcess] = []  # share a process group, in the order of ranks
+        self._port = 0  # the port of their rendezvous
         self._num_calls = 0
         self._lock = threading.Lock()
 
@@ -138,10 +140,10 @@ class Workers:
         nprocs: int | None = None,
         timeout: float | None = None,
     ) -> list[T]:
-        """Run `fn(*args)` on the first `nprocs` workers, as `launch` does, and keep the workers.
+        """Run `fn(*args)` on the first `nprocs` workers as `launch` does, and keep the workers.
 
-        A call sees this process's environment variables, `sys.path`, working directory and standard
-        output as they are now. The timeout does not count the start of new workers.
+        A call sees the current environment variables, `sys.path`, working directory and standard
+        output of this process. The timeout does not include the start of new workers.
         """
         nprocs = self.nprocs if nprocs is None else _count("nprocs", nprocs)
         task = Task.of(fn, args)
@@ -189,7 +191,7 @@ class Workers:
         """The first `nprocs` workers, with their process group or ready to make one."""
         if len(self._world) == nprocs and all(process.is_in_world() for process in self._world):
             return self._world
-        # Leave the process group of the present world; a worker that cannot in time is ended.
+        # Leave the process group of the present world; workers that cannot do so in time are ended.
         world, self._world = self._world, []
         members = [process for process in world if process.is_reachable()]
         deadline = time.monotonic() + GRACE
@@ -219,7 +221,7 @@ class Workers:
             if not self._world:
                 self._world, self._port = processes, 0
                 if len(processes) > 1:
-                    # Worker 0 serves the rendezvous on this very socket: nobody can take its port.
+                    # Worker 0 serves the rendezvous on this socket, so nobody can take its port.
                     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
                     self._port = server.getsockname()[1]
                     listener = [server.fileno()]

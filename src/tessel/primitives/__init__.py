@@ -1,4 +1,4 @@
 """The movements of data between workers, each a thin layer over `tessel.Move`.
 
-It may import `core` and `transport`.
+This package may import `core` and `transport`.
 """

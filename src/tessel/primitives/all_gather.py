@@ -1,4 +1,4 @@
-"""AllGather, and its adjoint, ReduceScatter."""
+"""AllGather and its adjoint, ReduceScatter."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class _AlongDim(SliceMovement):
 
 
 class AllGather(_AlongDim):
-    """Put the tensors along an axis of the partition together along a dimension, on every worker.
+    """Concatenate the tensors along an axis of the partition along a dimension, on every worker.
 
     Forward:  y_k = (x_0, x_1, …) for all k.    Adjoint:  a `ReduceScatter`.
 
     Args:
         P_x: the workers.
         axis: the axis of the partition whose workers hold the parts, of any lengths.
-        dim: the dimension of the tensor along which the parts are put together.
+        dim: the dimension of the tensor along which the parts are concatenated.
 
     >>> import tessel, torch
     >>> tessel.nn.AllGather(tessel.world(), axis=0, dim=0)(torch.ones(2))
@@ -77,7 +77,7 @@ class ReduceScatter(_AlongDim):
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         shape = same({worker: shapes[worker] for worker in row.ranks}, "shape", repr(self))
-        # the adjoint of an all-gather of balanced parts, which sums what its copies are asked for
+        # the adjoint of an all-gather of balanced parts, which sums the gradients of its copies
         return Move(shard_layout(row, shape, self._dim(len(shape))), Layout.whole(row, shape)).H
 
     @property

@@ -16,12 +16,12 @@ class AllSumReduce(SliceMovement):
 
     Forward:  y_(i,k) = Σ_l x_(i,l) for all k.    The operator is its own adjoint.
 
-    The copies of the sum are separate values: in the backward pass, what the workers' losses ask
-    of them is summed. The input is never changed, and never returned as it is.
+    The copies of the sum are separate values: in the backward pass, their gradients are summed over
+    the workers. The input is never changed, and never returned itself.
 
     Args:
         P_x: the workers.
-        reduce_dims: the axes of the partition to sum over; the tensor's rank is free.
+        reduce_dims: the axes of the partition to sum over; tensors may have any dimensions.
 
     >>> import tessel, torch
     >>> tessel.nn.AllSumReduce(tessel.world(), [0])(torch.ones(2))
@@ -33,12 +33,12 @@ class AllSumReduce(SliceMovement):
 
     @property
     def reduce_dims(self) -> tuple[int, ...]:
-        """The axes that are summed over."""
+        """The axes over which tensors are summed."""
         return self._axes
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         shape = same({worker: shapes[worker] for worker in row.ranks}, "shape", repr(self))
-        # From separate copies to separate copies: each new one is the sum of all old ones.
+        # From separate copies to separate copies: each new copy is the sum of all old ones.
         copies = Layout.whole(row, shape)
         return Move(copies, copies)
 

@@ -1,4 +1,4 @@
-"""HaloExchange: each part, widened by what lies around it."""
+"""HaloExchange: each part, extended by a halo of adjacent values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tessel.primitives.movement import Movement
 
 
 class HaloExchange(Movement):
-    """Give every worker its part of the tensor widened by a halo of its neighbours' values.
+    """Extend every worker's part of the tensor by a halo of its neighbours' values.
 
-    A halo that is wider than the neighbour comes from further ones. At the border of the global
-    tensor nothing is invented: the part ends there. A worker with an empty part gets no halo.
+    A halo that is wider than the neighbour's part continues in parts beyond it. There is no halo
+    beyond the border of the global tensor. A worker with an empty part gets no halo.
 
-    Forward:  y_s[i] = x_owner(i)[i] for i in the widened box of s.
-    Adjoint:  x_r[i] = Σ_s y_s[i], the halos added back to where they came from.
+    Forward:  y_s[i] = x_owner(i)[i] for i in the extended box of s.
+    Adjoint:  x_r[i] = Σ_s y_s[i], the halos added to the parts that they came from.
 
     Args:
         P_x: the workers; axis d splits dimension d into parts of any lengths.
-        halo: for each dimension how many values to the left and to the right.
+        halo: for each dimension the widths to the left and to the right.
 
     >>> import tessel, torch
     >>> tessel.nn.HaloExchange(tessel.world(), [(1, 1)])(torch.ones(2))
@@ -30,7 +30,7 @@ class HaloExchange(Movement):
     """
 
     def __init__(self, P_x: Partition, halo: Iterable[Sequence[int]]) -> None:
-        # A number in the place of a pair is kept, so that the error below can show what was passed.
+        # A number in place of a pair is kept, so that the error below can show it.
         pairs = [
             tuple(as_int(width) for width in (pair if isinstance(pair, Iterable) else (pair,)))
             for pair in halo
@@ -47,7 +47,7 @@ class HaloExchange(Movement):
 
     def operator(self, shapes: Mapping[int, Shape]) -> Move:
         source = Layout.from_local_shapes(self.P_x, shapes)
-        # The widened boxes hold the workers' own parts, too, which are copied along.
+        # The extended boxes include the workers' own parts, which are copied, too.
         return Move(source, source.grow(self.halo))
 
     def extra_repr(self) -> str:

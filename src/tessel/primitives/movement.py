@@ -1,4 +1,4 @@
-"""Movement: what all data movements have in common."""
+"""Movement: the base of all data movements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tessel.core.partition import Partition
 class Movement(HasHandle, torch.nn.Module):
     """A movement of tensors from the workers of `P_x` to those of `P_y`.
 
-    The global shape is not known beforehand: at each call the workers tell each other, in one
-    small exchange, what they hold. Then all raise the same error, or all apply the same operator.
-    A worker outside of both partitions gets a clone of what it passed.
+    The global shape is not known beforehand: in each call the workers exchange the signatures of
+    their tensors. Then all raise the same error, or all apply the same operator. A worker outside
+    of both partitions gets a clone of its input.
 
-    With `out` nothing is allocated: all workers pass tensors for their outputs, `torch.empty(0)`
-    where nothing comes, and get these back. As torch's functions with `out` it has no derivative.
+    With `out` nothing is allocated: all workers pass tensors for their outputs, `torch.empty(0)` if
+    they have none, and get these back. Like torch's functions with `out`, it has no derivative.
 
-    A subclass gives `operator(shapes)`.
+    A subclass implements `operator(shapes)`.
     """
 
     _group: transport.Group | None = None
@@ -36,17 +36,17 @@ class Movement(HasHandle, torch.nn.Module):
         super().__init__()
         self.P_x = P_x
         self.P_y = P_y
-        self.prepare()  # here all workers pass, also those that will never call it
+        self.prepare()  # all workers make it, including those that will never call it
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        """The operator for local tensors of these shapes, by worker of `P_x`.
+        """Return the operator for local tensors of these shapes, by worker of `P_x`.
 
         It must be the same on all workers, or raise ValueError on all of them.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `operator`")
 
     def operators(self, shapes: Mapping[int, Shape]) -> Sequence[LinearOperator]:
-        """The operators of all workers, as far as they are not the same."""
+        """The different operators of all workers."""
         return [self.operator(shapes)]
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -54,11 +54,11 @@ class Movement(HasHandle, torch.nn.Module):
 
     @cached_property
     def takes_part(self) -> bool:
-        """Whether this worker gives or gets something."""
+        """Whether this worker sends or receives something."""
         return transport.this_worker() in (*self.P_x.ranks, *self.P_y.ranks)
 
     def prepare(self) -> transport.Group:
-        """Make the group, all workers together, here or in the first call of a copy; give it."""
+        """Make the group, all workers together, here or in the first call of a copy; return it."""
         if self._group is None:
             self._group = transport.group_of({*self.P_x.ranks, *self.P_y.ranks})
         return self._group

@@ -1,4 +1,4 @@
-"""Repartition: the same tensor on other boxes; scatter and gather are cases of it."""
+"""Repartition: the same tensor in other boxes; scatter and gather are special cases."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tessel.primitives.movement import Movement
 
 
 class Repartition(Movement):
-    """Move a tensor from one partition to another of as many axes, over any workers.
+    """Move a tensor from one partition to another with as many axes, over any workers.
 
     Axis d of a partition splits dimension d of the tensor. The parts on `P_x` may be of any
-    lengths, those on `P_y` are balanced. Where both are the same nothing is sent.
+    lengths, those on `P_y` are balanced. If both are the same, nothing is sent.
 
-    Forward:  y_s[i] = x_owner(i)[i].    Adjoint:  the way back.
+    Forward:  y_s[i] = x_owner(i)[i].    Adjoint:  the reverse movement.
 
     Args:
-        P_x: where the tensor lies.
-        P_y: where it shall lie.
+        P_x: the partition of the input.
+        P_y: the partition of the output.
 
     >>> import tessel, torch
     >>> P = tessel.world()
@@ -38,7 +38,7 @@ class Repartition(Movement):
         super().__init__(P_x, P_y)
 
     def operator(self, shapes: Mapping[int, Shape]) -> Move:
-        # The global shape is the sum of the parts' lengths, which all workers have agreed on.
+        # The global shape consists of sums of the parts' lengths, which all workers know.
         source = Layout.from_local_shapes(self.P_x, shapes)
         return Move(source, Layout.balanced(self.P_y, source.shape))
 
@@ -49,7 +49,7 @@ class Repartition(Movement):
 
 
 def scatter(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
-    """Spread a tensor that the first worker of `P` holds whole: balanced parts on all of `P`.
+    """Scatter a whole tensor from the first worker of `P` in balanced parts to all of `P`.
 
     The other workers pass a zero-volume tensor. The adjoint is `gather`. With `out` parts are
     written there, as in all movements.
@@ -62,11 +62,11 @@ def scatter(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
 
 
 def gather(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
-    """Put the parts of a tensor together on the first worker of `P`; others get zero volume.
+    """Assemble the parts of a tensor on the first worker of `P`; others get zero volume.
 
     The adjoint is `scatter`. With `out` the tensor is written there on the first worker, and the
-    others pass `torch.empty(0)`. `tessel.distributed.gather(x, dim)` is another thing, and has its
-    name from torchshard: it puts shards along one dimension together, on all workers of a group.
+    others pass `torch.empty(0)`. `tessel.distributed.gather(x, dim)` is a different function, named
+    as in torchshard: it concatenates shards along one dimension on all workers of a group.
 
     >>> import tessel, torch
     >>> tessel.gather(torch.ones(2), tessel.world())
@@ -81,10 +81,10 @@ def gather(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
 
 
 def all_gather(x: Tensor, P: Partition, *, out: Tensor | None = None) -> Tensor:
-    """Put the parts of a tensor together on every worker of `P`.
+    """Assemble the parts of a tensor on every worker of `P`.
 
-    The copies are separate values: the adjoint sums what the workers ask of them and gives each
-    its part. With `out` the tensor is written there.
+    The copies are separate values: the adjoint sums their gradients over the workers and returns
+    each worker its part. With `out` the tensor is written there.
 
     >>> import tessel, torch
     >>> tessel.all_gather(torch.ones(2), tessel.world())
@@ -100,5 +100,5 @@ class _AllGatherAll(Movement):
 
 
 def _first(P: Partition) -> Partition:
-    # On a grid of as many axes, which a repartition needs.
+    # on a grid with as many axes, as a repartition needs it
     return Partition(P.ranks[:1], (1,) * P.dim)

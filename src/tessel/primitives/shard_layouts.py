@@ -1,4 +1,4 @@
-"""The layouts of tensors of which each worker of a row has a part along one dimension."""
+"""Layouts of shards: tensors that a row of workers splits along one dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tessel.transport import kept_in_job
 def shard_layout(partition: Partition, shape: Shape, dim: int) -> Layout:
     """Balanced shards along one dimension of a tensor of this global shape.
 
-    On a grid all axes split the dimension, one after the other: so workers stay in order.
+    On a grid all axes split the dimension, one after the other, so that workers stay in order.
 
     >>> import tessel
     >>> shard_layout(tessel.world(), (4, 6), 1).local_shape
@@ -29,15 +29,15 @@ def shard_layout(partition: Partition, shape: Shape, dim: int) -> Layout:
 def layout_of_parts(
     partition: Partition, shapes: Mapping[int, Shape], dim: int, size: int | None, label: str
 ) -> Layout:
-    """How a tensor lies of which each worker of a row has a part along one dimension.
+    """The layout of a tensor that a row of workers splits along one dimension.
 
     Args:
         partition: the workers.
-        shapes: those of all parts, by worker.
+        shapes: the shapes of all parts, by worker.
         dim: the dimension that is split.
-        size: the length of the whole along it, if it lies in balanced parts; None if these may
-            have any lengths.
-        label: in whose name to raise ValueError if the parts do not fit together.
+        size: the length of the whole along it if parts are balanced; None if they may have any
+            lengths.
+        label: the beginning of the ValueError if the parts do not fit together.
     """
     if size is not None:
         return layout_of_shards(partition, shapes, dim, size, label)
@@ -59,12 +59,12 @@ def layout_of_shards(
     name: str = "a tensor",
     unit: str = "in all",
 ) -> Layout:
-    """The same for balanced parts, of which the length of the whole may follow.
+    """The layout of balanced shards, whose lengths may determine that of the whole.
 
     Args:
         partition, shapes, dim, size, label: as for `layout_of_parts`.
-        name: what is split, in the text of errors.
-        unit: of what the size is a number.
+        name: the name of the tensor in errors.
+        unit: the unit of the size in errors.
     """
     layout = layout_of_parts(partition, shapes, dim, None, label)
     size = layout.shape[dim] if size is None else size

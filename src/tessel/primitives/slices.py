@@ -12,9 +12,9 @@ from tessel.primitives.movement import Movement
 
 
 class SliceMovement(Movement):
-    """A movement among workers of `P_x` that differ only along `axes`, in each slice on its own.
+    """A movement among workers of `P_x` that differ only along `axes`, in each slice separately.
 
-    A subclass gives `slice_operator(row, shapes)`.
+    A subclass implements `slice_operator(row, shapes)`.
     """
 
     def __init__(self, P_x: Partition, axes: Iterable[int]) -> None:
@@ -22,20 +22,20 @@ class SliceMovement(Movement):
         super().__init__(P_x, P_x)
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> LinearOperator:
-        """The operator on one slice, or a ValueError if the shapes in it do not fit."""
+        """Return the operator on one slice; ValueError if the shapes in it do not fit."""
         raise NotImplementedError(f"{type(self).__name__} must implement `slice_operator`")
 
     def operators(self, shapes: Mapping[int, Shape]) -> Sequence[LinearOperator]:
         return [self.slice_operator(row, shapes) for row in self._slices]
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        # Of all slices, though this worker is in one: what is wrong in one raises in all of them.
+        # For all slices, though this worker is in one: an error in one slice raises in all.
         operators, worker = self.operators(shapes), transport.this_worker()
         return next(each for each in operators if worker in each.domain.partition.ranks)
 
     def prepare(self) -> transport.Group:
         if self._group is None:
-            self._slices = self.P_x.slices(self._axes)  # which make their groups, too
+            self._slices = self.P_x.slices(self._axes)  # makes their groups, too
         return super().prepare()
 
     def extra_repr(self) -> str:

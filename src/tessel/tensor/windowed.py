@@ -86,7 +86,8 @@ class Windowed:
         own, wanted = self.source.box(), self.read.box()
         assert own is not None and wanted is not None
         if 0 in self.read.local_shape:
-            return anchored_zeros(self.read.local_shape, x)
+            shape = self.read.local_shape
+            return x if tuple(x.shape) == shape else anchored_zeros(shape, x)
         return cropped(x, boxes.within(wanted, own))
 
     @cached_property

@@ -1,10 +1,10 @@
-"""Messages between processes: the only package that sends anything by `torch.distributed`.
+"""Messages between processes: the only package that sends anything over `torch.distributed`.
 
-A `Group` is a set of workers that can communicate. CPU tensors of workers on one host are sent
-through shared memory, those between hosts by MPI where mpirun has started the workers, those of
-GPUs by NCCL, or through mailboxes where workers share a GPU, and all others through
-`torch.distributed`. It may import `core.boxes`, `encoding`, `endings`, `errors`, `limits`,
-`machine` and `settings`.
+A `Group` is a set of workers that can communicate. CPU tensors are sent through shared memory
+between workers of one host, and between hosts by MPI if mpirun has started the workers; tensors of
+GPUs are sent by NCCL, or through mailboxes if workers share a GPU; and everything else through
+`torch.distributed`. This package may import `core.boxes`, `encoding`, `endings`, `errors`,
+`limits`, `machine` and `settings`.
 """
 
 from tessel.transport.buffers import ReceiveBuffer as ReceiveBuffer

@@ -1,4 +1,4 @@
-"""Backoff: how a worker waits for something that another writes to memory."""
+"""Backoff: waiting for something that another worker writes to memory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Sequence
 from tessel.transport.copy_program import YIELD_NS, engine, waiting_words
 from tessel.transport.wakeup import Wakeup
 
-# A worker that has a core looks again at once: waking it would take longer than most waits. If it
-# shares its core, others run in between, since what it waits for may be theirs to do. A nap also
-# bounds how late a worker is found to have died, since a dead worker notifies no other.
-SPINS = 2000  # looks at once, if each worker has a core
-SPINS_FOR_HOSTS = 40  # the same, where a worker may wait for what another host has yet to send
+# A worker with a core of its own spins: waking it would take longer than most waits. If it shares
+# its core, it yields, since it may wait for the very workers that need the core. A nap also bounds
+# the time until the death of a worker is noticed, since a dead worker notifies no other.
+SPINS = 2000  # looks without a pause, if each worker has a core
+SPINS_FOR_HOSTS = 40  # the same, if a worker may wait for messages from another host
 YIELDS = 100  # looks after each of which another process may run
 NAP = 0.05  # seconds of sleep, unless another worker notifies this one
-SHORT_NAP = 5e-4  # the same, for one that also looks after messages between hosts
-# nanoseconds for which the engine looks in the place of so many looks: to be woken takes some 50 µs
+SHORT_NAP = 5e-4  # the same, for a worker that also tests messages between hosts
+# nanoseconds for which the engine spins instead of so many looks: being woken takes some 50 µs
 SPIN_NS_OF = {SPINS: 1_000_000, SPINS_FOR_HOSTS: 200_000, 0: YIELD_NS}
 
 
 class Backoff:
-    """Look again at once, then let others run in between, then sleep.
+    """Spin, then yield, then sleep.
 
     Args:
-        wakeup: of this worker, which others notify when they did something.
-        spins: for how many looks this worker keeps its core.
+        wakeup: the wakeup of this worker, by which others notify it of what they did.
+        spins: the number of looks for which this worker keeps its core.
     """
 
     __slots__ = ("_pauses", "_since", "_spins", "_wakeup")
@@ -38,10 +38,10 @@ class Backoff:
         self._since = 0.0
 
     def pause(self, is_busy: bool = False) -> bool:
-        """Pause between two looks in vain; whether this was a whole nap without a notification.
+        """Pause between two looks in vain; return whether it was a whole nap, unnotified.
 
         Args:
-            is_busy: whether this worker also looks after something that wakes nobody up.
+            is_busy: whether this worker also tests messages that wake nobody up.
         """
         self._pauses += 1
         beyond = self._pauses - self._spins
@@ -58,10 +58,10 @@ class Backoff:
         return False
 
     def await_any(self, semaphores: Sequence[int]) -> bool:
-        """Let the engine look in Python's place; whether none was raised for as long as a nap.
+        """Let the engine look in Python's place; return whether none was raised during a nap.
 
         Args:
-            semaphores: addresses of those that this worker has just seen at 0.
+            semaphores: the addresses of semaphores that were 0 when this worker just looked.
         """
         if not self._pauses:
             self._since = time.monotonic()
@@ -73,12 +73,12 @@ class Backoff:
         return not engine.await_any(words.buffer_info()[0])
 
     def end(self) -> None:
-        """Something happened: the next pause is a short one."""
+        """Note that something happened, so that the next pause is a short one."""
         if self._pauses > self._spins + YIELDS:
             self._wakeup.set_asleep(False)
         self._pauses = 0
 
     @property
     def seconds(self) -> float:
-        """How long nothing happened."""
+        """The seconds for which nothing has happened."""
         return time.monotonic() - self._since if self._pauses > self._spins else 0.0

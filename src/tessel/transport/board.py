@@ -1,7 +1,7 @@
-"""The board: where each worker says what it does, for those who have waited long for it.
+"""The board: the status of each worker, for others that have waited long for it.
 
-Nothing is written here, or read, while messages come. There are two of them: the memory of a host,
-if it has all workers of the job, and else the store of `torch.distributed`.
+It is neither written nor read while messages arrive. There are two kinds: the memory of a host, if
+it has all workers of the job, and else the store of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from tessel.transport.wakeup import END as AFTER_WAKEUP
 from tessel.transport.wakeup import Wakeup
 
 START = AFTER_WAKEUP  # bytes from the start of a segment
-LENGTH = 4096  # bytes that a worker has for what it says, and as many for why the job broke
+LENGTH = 4096  # bytes for the status of a worker, and as many for the reason why the job broke
 _ALARM, _VERSION, _ALARM_LENGTH = (START // 8 + word for word in range(3))
 _TEXT = START + 64
 _ALARM_TEXT = _TEXT + LENGTH
 END = _ALARM_TEXT + LENGTH
 
-SILENCE = 5.0  # seconds after which a store that does not answer is taken for lost
+SILENCE = 5.0  # seconds after which a store that does not answer is considered lost
 BUSY, WAITS, FINISHED, FAILED = "busy", "waits", "finished", "failed"
 
 
 class Status(NamedTuple):
-    """What a worker does.
+    """The status of a worker.
 
     Attributes:
         state: BUSY, WAITS, FINISHED or FAILED.
         text: where it waits, or how it failed.
-        needs: the workers without whom it cannot go on.
-        keys: of the messages that it waits for.
-        beats: how often it looked for them in vain, since it has said so.
+        needs: the workers without which it cannot go on.
+        keys: the keys of the messages that it waits for.
+        beats: the number of looks in vain since the wait began.
         wait: the number of its wait.
         program: the number of the program that it runs, or that has ended.
-        given_up: for groups, by their code, the number of exchanges before which it will make no
-            more, since an exception has left a call, and the exception.
-        begun: for groups, by their code, how many exchanges between GPUs it has begun.
+        given_up: after an exception has left a call: for each group the code, the number of the
+            first exchange that this worker may still make, and the exception.
+        begun: for each group the code, and the number of exchanges between GPUs begun.
     """
 
     state: str = BUSY
@@ -53,7 +53,7 @@ class Status(NamedTuple):
     begun: tuple[tuple[int, int], ...] = ()
 
     def packed(self) -> bytes:
-        """As text that others can read, which is cut where it is too long for them."""
+        """The status as JSON, with long texts and lists cut to fit the board."""
         for length in (1000, 100, 0):
             short = self._replace(
                 text=self.text[:length],
@@ -79,13 +79,13 @@ class MemoryBoard:
     """A board in the segments of the workers of one host.
 
     A status is written between two changes of a version, so that nobody reads half of it. The alarm
-    is a word in the segment of each worker, which it looks at before each exchange: 0, or one more
-    than the number of the worker in whose segment it is written why the job is broken.
+    is a word in the segment of each worker, which that worker checks before each exchange: 0, or
+    one more than the rank of the worker whose segment contains the reason why the job is broken.
 
     Args:
-        worker: this one.
-        segments: of all workers of the job.
-        wakeups: of the others.
+        worker: this worker.
+        segments: the segments of all workers of the job.
+        wakeups: the wakeups of the others.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class MemoryBoard:
         self.alarm = own.words[_ALARM : _ALARM + 1]
 
     def post(self, status: Status) -> None:
-        """Say what this worker does."""
+        """Publish the status of this worker."""
         words, said = self._segments[self._worker].words, status.packed()
         words[_VERSION] += 1  # odd: it is being written
         self._write(_TEXT, said.ljust(LENGTH))
         words[_VERSION] += 1
 
     def read(self, worker: int) -> Status:
-        """What another worker does; that it is busy if it has said nothing."""
+        """The status of another worker; BUSY if it has posted none."""
         words = self._segments[worker].words
-        for _ in range(100):  # it is written in microseconds
+        for _ in range(100):  # writing takes microseconds
             version = words[_VERSION]
             said = words[_TEXT // 8 : _ALARM_TEXT // 8].tobytes()
             if version % 2 == 0 and version == words[_VERSION]:
@@ -113,7 +113,7 @@ class MemoryBoard:
         return Status()
 
     def break_job(self, why: str) -> None:
-        """Write why the job is broken, unless another worker has; `pass_on` lets all see it."""
+        """Write why the job is broken, unless another worker has; `pass_on` tells all workers."""
         words, said = self._segments[self._worker].words, why.encode()[:LENGTH]
         if not words[_ALARM]:
             self._write(_ALARM_TEXT, said.ljust(LENGTH))
@@ -121,7 +121,7 @@ class MemoryBoard:
             words[_ALARM] = self._worker + 1
 
     def pass_on(self) -> None:
-        """Let all see that the job is broken, of whom the one who said so may not have come to."""
+        """Tell all workers that the job is broken, in case the one that noticed could not."""
         alarm = self.alarm[0]
         for worker, segment in self._segments.items():
             if not segment.words[_ALARM]:
@@ -130,7 +130,7 @@ class MemoryBoard:
                 self._wakeups[worker].notify()
 
     def why_broken(self) -> str:
-        """Why the job is broken; nothing as long as it is not."""
+        """Why the job is broken; an empty string if it is not."""
         if not self.alarm[0]:
             return ""
         words = self._segments[self.alarm[0] - 1].words
@@ -143,15 +143,15 @@ class MemoryBoard:
 
 
 class StoreBoard:
-    """The same in the store of `torch.distributed`.
+    """A board in the store of `torch.distributed`.
 
-    The store may be behind a link that was cut: then it does not answer, for minutes, and torch has
-    no time limit for that. So it is asked in a thread of its own, over a connection of its own, and
-    not again after it has been silent once.
+    The store may be behind a broken link: then it does not answer for minutes, and torch has no
+    time limit for that. So it is asked in a separate thread, over a separate connection, and never
+    again after it has been silent once.
 
     Args:
-        worker: this one.
-        store: of the job.
+        worker: this worker.
+        store: the store of the job.
     """
 
     def __init__(self, worker: int, store: Any) -> None:
@@ -172,7 +172,7 @@ class StoreBoard:
         self._ask(lambda store: store.compare_set("tessel/broken", "", why), None)
 
     def pass_on(self) -> None:
-        """The store has told all of them."""
+        """Do nothing: all workers read the same store."""
 
     def why_broken(self) -> str:
         key = "tessel/broken"
@@ -180,7 +180,7 @@ class StoreBoard:
         return said.decode(errors="replace")
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any) -> Any:
-        """What the store says, or what is to be taken for it if the store says nothing."""
+        """The answer of the store, or `otherwise` if it does not answer."""
         if self._is_silent:
             return otherwise
         answers: list[Any] = []
@@ -189,7 +189,7 @@ class StoreBoard:
         def ask() -> None:
             try:
                 with self._lock:
-                    if not self._is_own:  # torch's own connection must not wait for ours
+                    if not self._is_own:  # torch's own connection must not wait for this one
                         self._store, self._is_own = self._store.clone(), True
                     answers.append(question(self._store))
             except RuntimeError as error:

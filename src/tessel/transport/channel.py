@@ -1,13 +1,13 @@
 """Channels: one-way connections between two workers through the memory of their host.
 
 A channel is a ring of headers and as many slots in the segment of its sender. The sender fills a
-slot, names it in the next header and posts one semaphore; the receiver empties it and posts
-another: whoever sees a post sees what was written before it, on every processor. A sender never
-waits here: what finds no free slot stays in a queue. The slot that was emptied last is used first,
-since it may still be in the cache of the processor; only what the engine writes is spread over
-several places if it is large.
+slot, writes its number to the next header and posts one semaphore; the receiver empties the slot
+and posts another: on every processor, whoever sees a post sees all writes before it. A sender never
+waits here: messages without a free slot stay in a queue. The slot that was emptied last is used
+first, since it may still be in the cache; only large messages that the engine writes are spread
+over several places.
 
-How far an end is lies in words, which the engine (engine.c) reads and writes as well.
+The state of each end is kept in words, which the engine (engine.c) reads and writes as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from itertools import islice
 from torch import Tensor
 
 from tessel.transport.board import END
+from tessel.transport.buffers import write
 from tessel.transport.constants import (
     CALL,
     FAILED,
@@ -71,10 +72,10 @@ Outbound = SendRequest | SendWords | Rendezvous
 
 @dataclass(frozen=True)
 class SegmentMap:
-    """Where things lie in a segment, the same for all workers of a host.
+    """The positions of all channels in a segment, the same for all workers of a host.
 
     Args:
-        num_workers: of the host.
+        num_workers: the number of workers of the host.
     """
 
     num_workers: int
@@ -85,16 +86,16 @@ class SegmentMap:
         return max(SMALLEST, min(LARGEST, share // PAGE * PAGE))
 
     def control(self, place: int) -> int:
-        """Where the semaphores and headers of the channel to a worker begin."""
+        """The position of the semaphores and headers of the channel to a worker."""
         return END + place * (2 * SIZE + 8 * HEADER * SLOTS)
 
     @property
     def around(self) -> int:
-        """Bytes over which the engine spreads what it writes to one channel."""
+        """The bytes over which the engine spreads messages in one channel."""
         return FAR // max(1, self.num_workers - 1) // PAGE * PAGE
 
     def slots(self, place: int) -> int:
-        """Where the slots of the channel to a worker begin; its staging buffer is behind them."""
+        """The position of the slots of the channel to a worker; its staging buffer follows them."""
         pages = -(-self.control(self.num_workers) // PAGE)
         return pages * PAGE + place * (SLOTS * self.slot_size + self.around)
 
@@ -104,15 +105,15 @@ class SegmentMap:
 
 
 class Channel:
-    """What both ends of a channel know.
+    """The common part of both ends of a channel.
 
     Args:
-        segment: of the sender.
-        segment_map: of the host.
-        place: of the receiver among the workers of the host.
+        segment: the segment of the sender.
+        segment_map: the map of the host's segments.
+        place: the place of the receiver among the workers of the host.
     """
 
-    other: Wakeup  # of the worker at the other end, when it is known
+    other: Wakeup  # of the worker at the other end, once it is known
     state: array[int]
 
     def __init__(self, segment: Segment, segment_map: SegmentMap, place: int) -> None:
@@ -130,7 +131,7 @@ class Channel:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """What the engine knows of this end: addresses, and the size of a slot."""
+        """The words of this end for the engine: addresses, and the size of a slot."""
         return *self._places, *self.other.addresses, self.state.buffer_info()[0]
 
 
@@ -147,18 +148,18 @@ class Outgoing(Channel):
         self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, *rest])
 
     def send(self, message: Outbound) -> None:
-        """Send a message, as far as there is room for it."""
+        """Send a message, as far as there is room."""
         self.queue.append(message)
-        self.state[IS_BUSY] = True  # the engine must not overtake it, whatever happens
+        self.state[IS_BUSY] = True  # the engine must not overtake it
         self.push()
 
     @property
     def has_room(self) -> bool:
-        """Whether a piece could go at once."""
+        """Whether a piece could be sent at once."""
         return not self.queue and bool(self.state[NUM_FREE] or self._look_for_free())
 
     def post(self, key: Key, tensor: Tensor, num_bytes: int) -> None:
-        """Send a tensor that fits a slot, where there is room for it."""
+        """Send a tensor that fits into a slot; there must be room for it."""
         slot = self._next_slot()
         try:
             slot.tensor(tensor.dtype, tensor.shape).copy_(tensor)
@@ -166,15 +167,15 @@ class Outgoing(Channel):
         except BaseException as error:
             failed_message(key, 0, num_bytes, error).write(slot)
             raise
-        finally:  # the receiver waits for it, whatever it is
+        finally:  # the receiver waits for it, even if it is a failure
             slot.header[GROUP], slot.header[CALL] = key
             slot.header[WHOLE] = num_bytes
             self._publish()
 
     def push(self) -> bool:
-        """Send what finds free slots; whether anything did.
+        """Send queued pieces while there are free slots; return whether any was sent.
 
-        A message that cannot be written is given up, and its receiver hears why.
+        A message that cannot be written is given up, and its receiver is told why.
         """
         moved = self._look_for_free() > 0 if self.state[NUM_FREE] < SLOTS else False
         try:
@@ -186,12 +187,12 @@ class Outgoing(Channel):
         return moved
 
     def _write_next(self) -> None:
-        """Put the next piece of the first message into a slot."""
+        """Write the next piece of the first message to a slot."""
         message, slot = self.queue[0], self._next_slot()
         try:
             message.write(slot)
         except BaseException as error:
-            # The receiver may have pieces of it already, and would take what comes for the rest.
+            # The receiver may have pieces already, and would take the next message for the rest.
             failed_message(message.key, message.worker, message.num_bytes, error).write(slot)
             message.is_gone = True
             raise
@@ -206,11 +207,11 @@ class Outgoing(Channel):
             self._publish()
 
     def await_readers(self, message: Rendezvous, filled: int = 0) -> bool:
-        """Keep what the engine let others read until they have; whether they still read.
+        """Keep tensors that others read until they have; return whether they still read.
 
         Args:
-            message: what they read.
-            filled: how many slots were filled with it; 0 for what they were given last.
+            message: the tensors that they read.
+            filled: the number of slots filled including it; 0 for the last one sent so.
         """
         self._look_for_free()
         number = (filled or self.state[LAST_DIRECT]) - 1
@@ -221,17 +222,17 @@ class Outgoing(Channel):
         return True
 
     def was_read(self, filled: int) -> bool:
-        """Whether the receiver has emptied so many slots."""
+        """Whether the receiver has emptied this number of slots."""
         self._look_for_free()
         return self.state[NUM_EMPTIED] >= filled
 
     @property
     def is_busy(self) -> bool:
-        """Whether something waits for room, or to be read."""
+        """Whether a message waits for room, or to be read."""
         return bool(self.queue or self._unread)
 
     def _next_slot(self) -> Slot:
-        """A free slot, named in the next header."""
+        """Take a free slot, and write its number to the next header."""
         state = self.state
         state[NUM_FREE] -= 1
         number, place = state[FREE + state[NUM_FREE]], state[NUM_FILLED] % SLOTS
@@ -243,13 +244,13 @@ class Outgoing(Channel):
         return slot
 
     def _publish(self) -> None:
-        """Let the receiver see the slot that was filled."""
+        """Publish the slot that was filled to the receiver."""
         self.state[NUM_FILLED] += 1
         self.filled.post()
         self.other.notify()
 
     def _look_for_free(self) -> int:
-        """How many slots were emptied since the last look; tensors named in them have been read."""
+        """Collect emptied slots and return their number; tensors named in them have been read."""
         state = self.state
         before = state[NUM_EMPTIED]
         while self.emptied.try_wait():
@@ -270,7 +271,7 @@ class Incoming(Channel):
         self.is_ordered = True  # unless several threads of a worker send at once
         self._unexpected_messages: list[UnexpectedMessage] = []
         self._current: ReceiveRequest | ReceiveWords | UnexpectedMessage | None = None
-        # what the engine takes by itself when it comes: of exchanges, their receive of this number
+        # messages that the engine takes when they arrive: exchanges, and the number of the receive
         self.posted: list[tuple[StartedExchange, int]] = []
         self.state = array("q", [0, 0, 0])
 
@@ -281,7 +282,7 @@ class Incoming(Channel):
         self.state[IS_ACTIVE] = True
 
     def adopt(self) -> None:
-        """Let Python wait for what the engine was asked to take, in the same order."""
+        """Turn the receives of the engine into requests of Python, in the same order."""
         if self.state[POSTED]:
             for started, number in self.posted:
                 if not started.has_come(number):
@@ -292,11 +293,11 @@ class Incoming(Channel):
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody waits for a message, and it may come now."""
+        """Whether any request waits for a message and is open."""
         return bool(self.state[POSTED]) or any(request.is_open for request in self.expected)
 
     def pull(self) -> bool:
-        """Take what came, up to the end of one message; whether anything did."""
+        """Take what has arrived, up to the end of one message; return whether anything had."""
         moved = False
         if self.state[POSTED] and self.has_something:
             self.adopt()
@@ -304,18 +305,18 @@ class Incoming(Channel):
             moved, slot = True, self._next_slot()
             try:
                 current = self._current or self._asked_for(slot)
-                if slot.num_bytes == FAILED:  # whoever waits for it raises
+                if slot.num_bytes == FAILED:  # the waiting thread raises
                     current.failure, current.is_done = told(slot), True
                 else:
                     current.read(slot)
-            finally:  # the slot is free again, also if what it held did not fit
+            finally:  # the slot is free again, even if its content did not fit
                 self.emptied.post()
                 self.other.notify()
             self._current = None if current.is_done else current
             if current.is_done:
                 break
-        waiting: dict[Key, int] = {}  # how many of each key still wait, before the next one
-        for unexpected in list(self._unexpected_messages):  # somebody may ask for them meanwhile
+        waiting: dict[Key, int] = {}  # the number of messages of each key that still wait
+        for unexpected in list(self._unexpected_messages):  # some may have been requested meanwhile
             request = self._request(unexpected.key, waiting.get(unexpected.key, 0))
             if unexpected.is_done and request is not None and request.is_open:
                 self._check(request, unexpected.values.nbytes)
@@ -332,9 +333,9 @@ class Incoming(Channel):
         return moved
 
     def take(self, key: Key, place: Tensor, adds: bool, num_bytes: int) -> bool | None:
-        """Take a tensor that fits a slot; False if none has come, None if there is something else.
+        """Take a tensor that fits into a slot; False if nothing has come, None if something else.
 
-        Then the tensor has to be expected.
+        After None, the tensor must be requested by `expect`.
         """
         self.adopt()
         if self.state[IS_ACTIVE]:
@@ -350,27 +351,26 @@ class Incoming(Channel):
             self.filled.post()  # it stays where it is
             return None
         self._put(self._next_slot(), place, adds)
-        self.emptied.post()  # only now: the sender writes the next message there
+        self.emptied.post()  # only now, since the sender writes the next message there
         self.other.notify()
         return True
 
     def _put(self, slot: Slot, place: Tensor, adds: bool) -> None:
-        """Copy a message into its place; by itself, since benchmarks count its time as moving."""
-        values = slot.tensor(place.dtype, place.shape)
-        place.add_(values) if adds else place.copy_(values)
+        """Copy a message to its place; separate, since benchmarks count its time as moving."""
+        write(place, slot.tensor(place.dtype, place.shape), adds)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody waits for a message, and none waits for somebody."""
+        """Whether there are neither pending requests nor unexpected messages."""
         return not (self._is_active or self.state[POSTED])
 
     @property
     def _is_active(self) -> bool:
-        """The same, as far as Python waits."""
+        """Whether Python has pending requests or unexpected messages."""
         return bool(self.expected or self._unexpected_messages or self._current)
 
     def _next_slot(self) -> Slot:
-        """The slot that was filled next."""
+        """The next slot that was filled."""
         header = self._headers[self.state[NUM_TAKEN] % SLOTS]
         self.state[NUM_TAKEN] += 1
         slot = self.slots[header[SLOT]]
@@ -379,20 +379,20 @@ class Incoming(Channel):
 
     @property
     def has_something(self) -> bool:
-        """Whether something came that was not looked at yet."""
+        """Whether something has arrived that was not taken yet."""
         return self.filled.count > 0
 
     def _asked_for(self, slot: Slot) -> ReceiveRequest | ReceiveWords | UnexpectedMessage:
-        """The request for the message that begins in a slot; an unexpected one without it."""
+        """The request for the message that begins in a slot, or a new unexpected message."""
         key: Key = (slot.header[GROUP], slot.header[CALL])
         # Unexpected messages of the same key came earlier, so they answer earlier requests.
         earlier = sum(unexpected.key == key for unexpected in self._unexpected_messages)
         request = self._request(key, earlier)
         if request is None and key[1] < 0 and self.is_ordered:
-            # Exchanges outside of backward passes are numbered, in each group, and the messages of
-            # a worker come in the order in which it sends them: what comes before, or after, the
-            # one that is asked for will never be asked for, or was never sent.
-            came = {each.key for each in self._unexpected_messages}  # for requests that are closed
+            # Exchanges outside of backward passes are numbered in each group, and the messages of
+            # a worker arrive in the order in which it sends them: another message than the
+            # requested one will never be requested, or the requested one was never sent.
+            came = {each.key for each in self._unexpected_messages}  # for closed requests
             for each in self.expected:
                 if each.key[0] == key[0] and each.key[1] < 0 and each.key not in came:
                     raise OutOfStep(each.key, key)
@@ -405,7 +405,7 @@ class Incoming(Channel):
         return request
 
     def _request(self, key: Key, place: int) -> ReceiveRequest | ReceiveWords | None:
-        """The one at this place among those with a key: messages come in the order of requests."""
+        """The request at this place among those with a key; messages arrive in their order."""
         same = (request for request in self.expected if request.key == key)
         return next(islice(same, place, None), None)
 
@@ -417,7 +417,7 @@ class Incoming(Channel):
                 f"received a message of {num_bytes} bytes where {request.num_bytes} were "
                 f"expected: workers do not make the same calls",
             )
-        # A worker that sent its part of a backward pass before this message made that pass first.
+        # A worker that sent messages of a backward pass before this one made that pass first.
         if request.key[1] < 0 and self.is_ordered:
             for unexpected in self._unexpected_messages:
                 if unexpected.key[1] > 0 and self._request(unexpected.key, 0) is None:

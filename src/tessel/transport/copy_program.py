@@ -1,7 +1,7 @@
-"""Copy programs: exchanges between workers of one host whose copies are known in advance.
+"""Copy programs: exchanges between workers of one host, as lists of copies known in advance.
 
-A program says, in 64-bit words, which bytes of one tensor go into the slots of which channels, and
-where in another tensor belongs what comes. The engine, which is compiled, runs along it; without
+A program lists, in 64-bit words, which bytes of one tensor are written to the slots of which
+channels, and where in another tensor received bytes belong. The compiled engine runs it; without
 the engine there are no programs, and exchanges are made message by message.
 """
 
@@ -39,7 +39,7 @@ from tessel.transport.request import Key, ReceiveRequest
 
 try:
     import tessel.transport.engine as engine
-except ImportError:  # it was installed where no compiler was found
+except ImportError:  # installed without a compiler
     engine = None  # type: ignore[assignment]
 else:
     engine.ask(
@@ -49,9 +49,8 @@ else:
     )
 
 ENGINES = ("compiled", "python")
-MOST_LOOPS = MOST_DIMS  # of one step
-# nanoseconds for which the engine looks again at once, or lets others run in between, and sleeps,
-# before Python waits
+MOST_LOOPS = MOST_DIMS  # loops of one step
+# nanoseconds for which the engine spins, or yields, and sleeps, before Python waits
 SPIN_NS, YIELD_NS, NAP_NS = 200_000, 50_000, 2_000_000
 KINDS = {
     torch.float32: FLOAT32,
@@ -64,8 +63,8 @@ KINDS = {
     torch.int32: INT32,
     torch.int64: INT64,
 }
-LINE = 64  # bytes that a cache keeps together
-_NOWHERE = (0,) * 6  # the channel of what stays on this worker
+LINE = 64  # bytes of a cache line
+_NOWHERE = (0,) * 6  # the channel of values that stay on this worker
 
 
 def has_engine() -> bool:
@@ -74,13 +73,13 @@ def has_engine() -> bool:
 
 
 def keep_unchanged(owner: type, name: str) -> None:
-    """Repeat no exchange while a method is another one: who looks at what moves replaces it."""
+    """Repeat no exchange while a method is replaced, as it is by code that observes movements."""
     if engine is not None:
         engine.keep_unchanged(owner, name)
 
 
 class Place(NamedTuple):
-    """A part of a tensor whose neighbours along each dimension lie so many elements apart."""
+    """A part of a tensor, with the steps between neighbours along each dimension, in elements."""
 
     region: Region
     steps: tuple[int, ...]
@@ -91,33 +90,33 @@ class Place(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Where it begins, in elements."""
+        """The offset of its first element, in elements."""
         return sum(part.start * step for part, step in zip(self.region, self.steps, strict=True))
 
     @property
     def alone(self) -> Place:
-        """The same elements as a tensor of their own: so they lie in a slot."""
+        """The same elements as a contiguous tensor, which is how a slot contains them."""
         shape = self.shape
         steps = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return Place(tuple(slice(0, length) for length in shape), steps)
 
     @property
     def run(self) -> int:
-        """How many of its elements lie together; 0 if some lie in several places of it."""
+        """The length of its contiguous runs, in elements; 0 if a step is 0."""
         run, loops = _runs(self.shape, self.steps, self.alone.steps)
         return run if all(step for _, step, _ in loops) else 0
 
 
 class CopyStep(NamedTuple):
-    """What goes from one place to another, through a channel or on this worker.
+    """A copy from one place to another, through a channel or on this worker.
 
     Attributes:
-        channel: the words of its end; None for what stays here.
-        target, source: the places; of what passes a channel one of them is a slot.
-        adds: whether it is added to what is there.
-        direct: of what goes, whether the receiver reads it `IN_PLACE`, or where it is `PACKED`; of
-            what comes, the process whose memory is read for it; 0 for what passes through a slot.
-        offset: of what is packed, where in the room for it, in bytes.
+        channel: the words of this end of the channel; None for a copy on this worker.
+        target, source: the places; one of them is a slot if there is a channel.
+        adds: whether values are added to the target.
+        direct: for a send, whether the receiver reads it `IN_PLACE`, or where it is `PACKED`; for a
+            receive, the process whose memory is read; 0 for a copy through a slot.
+        offset: the offset in the room for packed values, in bytes.
     """
 
     channel: tuple[int, ...] | None
@@ -129,11 +128,11 @@ class CopyStep(NamedTuple):
 
     @property
     def num_loops(self) -> int:
-        """The dimensions along which runs lie apart at one end."""
+        """The number of loops around its contiguous runs."""
         return len(_runs(self.target.shape, self.target.steps, self.source.steps)[1])
 
     def words(self, dtype: torch.dtype) -> list[int]:
-        """What the engine reads."""
+        """The words that the engine reads."""
         width = dtype.itemsize
         run, dims = _runs(self.target.shape, self.target.steps, self.source.steps)
         scaled = [word for n, *steps in dims for word in (n, *(width * step for step in steps))]
@@ -149,7 +148,7 @@ class CopyStep(NamedTuple):
 def _runs(
     shape: Shape, to_steps: Sequence[int], from_steps: Sequence[int]
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """The elements of a run that is contiguous in both tensors, and the loops around it."""
+    """The length of runs that are contiguous in both tensors, and the loops around them."""
     if 0 in shape:
         return 0, []
     loops: list[tuple[int, int, int]] = []
@@ -164,19 +163,19 @@ def _runs(
 
 
 class CopyProgram:
-    """One exchange, as one worker sees it, between tensors of one dtype that lie in certain ways.
+    """One worker's part of an exchange, between tensors of one dtype with known strides.
 
     Args:
-        code: of the group.
-        dtype: of the tensors.
-        gives: into slots.
-        takes: out of slots, or from the one tensor to the other, in the order of their places.
-        yields: whether the engine lets others run while it looks again.
-        wakeup: the addresses of this worker's own.
-        readers: the workers that read something where it is.
+        code: the code of the group.
+        dtype: the dtype of the tensors.
+        gives: the copies into slots.
+        takes: the copies out of slots, or from one tensor to the other, in the order of the places.
+        yields: whether the engine yields between looks.
+        wakeup: the addresses of this worker's wakeup.
+        readers: the workers that read this worker's memory directly.
 
     Attributes:
-        room: bytes that the engine needs to pack what others read in short runs.
+        room: the bytes that the engine needs to pack short runs for readers.
     """
 
     def __init__(
@@ -191,8 +190,8 @@ class CopyProgram:
     ) -> None:
         self.readers = tuple(readers)
         is_large = any(each.direct for each in (*gives, *takes))
-        # Terms of one sum that all lie together are added block by block, while a block of the
-        # result is in the cache.
+        # Contiguous terms of one sum are added block by block, while a block of the result is in
+        # the cache.
         ends = {(each.target.start, each.target.shape) for each in takes}
         together = len(ends) == 1 and not any(each.num_loops for each in takes)
         is_blocked = together and 1 < len(takes) <= MOST_TERMS
@@ -211,16 +210,16 @@ class CopyProgram:
 
 
 class StartedExchange:
-    """An exchange that the engine has begun, with all that must live until it is complete.
+    """An exchange that the engine has begun, with everything that must live until it is complete.
 
     Args:
-        program: of the exchange; nothing in it is added.
-        key: of its messages.
-        x: what others may read where it is.
-        receives: the places of what comes, in the order of the program.
+        program: the program of the exchange; it adds nothing.
+        key: the key of its messages.
+        x: the tensor that others may read in place.
+        receives: the places of received tensors, in the order of the program.
 
     Attributes:
-        requests: what Python waits for, by the number of the receive.
+        requests: the requests that Python waits for, by the number of the receive.
     """
 
     def __init__(
@@ -232,11 +231,11 @@ class StartedExchange:
         self.address = self._words.buffer_info()[0]
 
     def has_come(self, number: int) -> bool:
-        """Whether the engine has put the message of a receive into its place."""
+        """Whether the engine has copied the message of a receive to its place."""
         return bool(self._words[self.program.num_gives + RECEIVE * number + HAS_COME])
 
     def request(self, number: int, slot_size: int) -> ReceiveRequest:
-        """A receive as one that Python makes."""
+        """Turn a receive into a request of Python."""
         place = self.receives[number].place
         request = ReceiveRequest(self.key, place, False, slot_size, is_open=True)
         self.requests[number] = request
@@ -244,7 +243,7 @@ class StartedExchange:
 
     @property
     def readers(self) -> list[tuple[int, int]]:
-        """Who reads something where it is, with how many slots were filled when it was named."""
+        """The workers that read in place, with the number of slots filled when they were told."""
         filled = (each for each in self._words[: self.program.num_gives] if each)
         return list(zip(self.program.readers, filled, strict=True))
 
@@ -260,14 +259,14 @@ def waiting_words(
     is_large: bool = False,
     is_blocked: bool = False,
 ) -> list[int]:
-    """The head of a program, which says how long it waits: nanoseconds, and whom others wake."""
+    """The head of a program: how long it waits, in nanoseconds, and which wakeup others notify."""
     head = [code, num_gives, num_takes, spin, yields, nap, *wakeup, is_large, is_blocked]
     assert len(head) == ENTRIES
     return head
 
 
 def aligned(num_bytes: int) -> int:
-    """At least as many bytes, in whole lines of the cache."""
+    """Round a number of bytes up to whole cache lines."""
     return -(-num_bytes // LINE) * LINE
 
 

@@ -1,8 +1,8 @@
-"""An exchange between GPUs without NCCL, as where workers share a GPU.
+"""Exchanges between GPUs without NCCL, such as between workers that share a GPU.
 
 A message to a worker of the same host is left in a mailbox, from which the GPU of the receiver
-copies it. Where that is not possible, and to other hosts, it is staged in pinned memory and travels
-as a tensor of the CPU does, for which this worker waits for its GPU.
+copies it. If that is not possible, or for another host, it is staged in pinned memory and sent like
+a tensor of the CPU; for this, the worker waits for its GPU.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from tessel.transport.request import Key
 
 
 class DeviceExchange:
-    """Messages between GPUs that were started; called, it waits for them.
+    """Started messages between GPUs; calling it waits for them.
 
-    There are three steps, and both workers of a pair know what comes in each: notes of what is sent
-    (other hosts get it at once), answers to those of mailboxes, and what was staged.
+    There are three steps, and both workers of a pair know what comes in each: notes about the
+    messages (other hosts get the messages at once), answers to notes of mailboxes, and the staged
+    messages.
 
     Args:
-        ways: to the workers of the group.
-        key: of the messages.
+        ways: the ways to the workers of the group.
+        key: the key of the messages.
         sends, receives: at most one for each pair of workers.
-        device: of the tensors.
-        mailboxes: of this worker.
+        device: the device of the tensors.
+        mailboxes: the mailboxes of this worker.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DeviceExchange:
         self._notes = self._exchange({**self._staged, **notes}, self._come)
 
     def __call__(self) -> None:
-        """Wait for others, and let the GPU copy what they sent to its place."""
+        """Wait for others, and let the GPU copy their messages to their places."""
         self._notes()
         near = self._ways.near
         notes = {worker: Note.of(come) for worker, come in self._come.items() if worker in near}
@@ -72,13 +73,13 @@ class DeviceExchange:
         boxes = {worker: box for worker, box in found.items() if box is not None}
         values = {w: box.message(self._places[w]) for w, box in boxes.items()}
         late = [worker for worker in notes if worker not in boxes]
-        if late:  # others wait for an answer before they send what is missing
+        if late:  # others wait for an answer before they send the missing messages
             values = {worker: value.clone() for worker, value in values.items()}
         else:
             self._put(values)
         for box in boxes.values():
             box.taken.record()
-        # give and get answers to what was posted; what was refused is staged
+        # exchange answers to posted messages; those that were refused are staged
         no, heard = Note(REFUSED).tensor(), {worker: _note_room() for worker in self._posted}
         self._exchange({w: boxes[w].answer if w in boxes else no for w in posted}, heard)()
         refused = {}
@@ -95,7 +96,7 @@ class DeviceExchange:
             self._put({**values, **{w: room.to(self._device) for w, room in rooms.items()}})
 
     def _put(self, values: Mapping[int, Tensor]) -> None:
-        """Put what came to its place, in the order of the receives, in which sums are made."""
+        """Put received tensors into their places, in the order of the receives, as sums need it."""
         for buffer in self._receives:
             if buffer.worker == self._ways.worker:
                 assert self._own is not None
@@ -111,8 +112,8 @@ class DeviceExchange:
         return Exchange(self._ways, self._key, sends, receives)
 
     def _to_host(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Tensors in memory of the CPU, once the GPU has written them."""
-        # the GPU conjugates and negates: torch would let the host do it before the copy is there
+        """Copies of tensors in memory of the CPU, once the GPU has written them."""
+        # the GPU conjugates and negates: torch would do so on the host, before the copy arrives
         copies = {
             worker: self._room(x).copy_(x.resolve_conj().resolve_neg(), non_blocking=True)
             for worker, x in tensors.items()
@@ -122,7 +123,7 @@ class DeviceExchange:
         return copies
 
     def _room(self, like: Tensor) -> Tensor:
-        """Memory of the CPU that a GPU can write, and read."""
+        """Memory of the CPU that a GPU can write and read."""
         is_pinned = self._device.type == "cuda"
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_pinned)
 

@@ -1,9 +1,8 @@
-"""Waits of a GPU for other GPUs, which the host does not wait for itself.
+"""Waits of a GPU for other GPUs, in which the host does not take part.
 
-An exchange over NCCL is put into a stream, and the host goes on. When it can never be complete, the
-host notices nothing until it needs a value, and then hangs. Such an exchange can be ended, but what
-it leaves in its tensors is nothing that anybody sent: first the threads that could read it get an
-exception.
+An exchange over NCCL is put into a stream, and the host goes on. If it can never complete, the host
+notices nothing until it needs a value, and then hangs. Such an exchange can be aborted, but this
+leaves undefined values in its tensors: so the threads that could read them first get an exception.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from tessel.settings import time_limit
 from tessel.transport.watch import Key, Wait
 from tessel.transport.world import this_worker
 
-# Torch ends the process when NCCL takes longer than its time limit: it is asked to do so only
-# after the watch has told the program, which can then catch the error.
+# Torch ends the process when NCCL exceeds the time limit of its backend, which is set so late that
+# the watch raises an error before, which the program can catch.
 _MERCY = datetime.timedelta(seconds=60)
 
 
 class DeviceWait(Wait):
-    """An exchange that a GPU waits for, and that was put into its current stream last.
+    """An exchange that a GPU waits for, the last one put into its current stream.
 
     Args:
-        key, needs, interrupt: of the wait.
-        place_in_order: among the exchanges of its group that hold no thread, from 1.
-        gone: those of the others whose processes have ended.
+        key, needs, interrupt: the same as those of `Wait`.
+        place_in_order: its number among the exchanges of its group that hold no thread, from 1.
+        gone: returns the other workers whose processes have ended.
     """
 
     holds_thread = False
@@ -48,7 +47,7 @@ class DeviceWait(Wait):
     ) -> None:
         super().__init__(key, needs, interrupt=interrupt)
         self.place_in_order, self.gone = place_in_order, gone
-        # To record a torch.cuda.Event, torch would make a torch.cuda.Stream in Python.
+        # To record a torch.cuda.Event, torch would create a torch.cuda.Stream in Python.
         self.event = torch.Event("cuda")
         self.event.record()
 
@@ -66,7 +65,7 @@ class DeviceWait(Wait):
         return f"an exchange between GPUs{where}", ""
 
     def fault(self) -> str:
-        """Why it will never be complete, if this worker knows."""
+        """Why it will never complete, if this worker knows."""
         here, limit = f"worker {this_worker()} waits in {self.place[0]}", time_limit()
         if gone := self.gone():
             return f"{here} for worker {gone[0]}, whose process has ended"
@@ -75,17 +74,19 @@ class DeviceWait(Wait):
         return ""
 
     def tell(self, threads: Iterable[threading.Thread], text: str) -> None:
-        """Raise WorkerLost in threads as soon as they are back in Python: in a wait for the GPU,
-        before they see what it has."""
+        """Raise WorkerLost in threads as soon as they return to Python.
+
+        A thread that waits for the GPU gets it before it sees the GPU's values.
+        """
 
         def say(self: WorkerLost) -> None:
             RuntimeError.__init__(self, text)
 
-        # A class, as Python makes the instance when it raises it; users know it as WorkerLost.
+        # A class, since Python creates the instance when it raises; users see it as WorkerLost.
         names = {
             "__init__": say,
             "__module__": WorkerLost.__module__,
-            "__reduce__": lambda self: (WorkerLost, (text,)),  # for another process
+            "__reduce__": lambda self: (WorkerLost, (text,)),  # for pickling
         }
         error = ctypes.py_object(type(WorkerLost.__name__, (WorkerLost,), names))
         for thread in threads:
@@ -94,14 +95,14 @@ class DeviceWait(Wait):
 
 
 def be_patient(handle: Any) -> None:
-    """Let torch end the process later than the time limit, of which the watch tells the program."""
+    """Make torch end the process only after the time limit, at which the watch raises an error."""
     limit = time_limit()
     if limit is not None:
-        with contextlib.suppress(AttributeError, RuntimeError):  # private: a later torch may differ
+        with contextlib.suppress(AttributeError, RuntimeError):  # private, and may change in torch
             handle._get_backend(torch.device("cuda"))._set_default_timeout(limit + _MERCY)
 
 
 def abort(handle: Any) -> None:
-    """End all exchanges of a group's GPUs."""
+    """Abort all exchanges of a group's GPUs."""
     with contextlib.suppress(AttributeError, RuntimeError):
         handle._get_backend(torch.device("cuda")).abort()

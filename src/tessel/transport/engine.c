@@ -1,11 +1,11 @@
 /* The engine: exchanges between workers of one host, in one call.
 
-   A program (copy_program.py) lists, as 64-bit words, what an exchange copies: from a tensor into slots of
-   channels that lead to others, and out of slots into another tensor. Of what is large a slot says
-   only where it lies, and the receiver reads it there. Here these copies are made, slots are
-   published by semaphores, and what others publish is waited for, a short while. What cannot be
-   done so is left to Python: it may always do the rest of an exchange, since the state of a channel
-   lies in words that both see. The caller holds the lock of the host.  */
+   A program (copy_program.py) lists, as 64-bit words, the copies of an exchange: from a tensor into slots of
+   channels to other workers, and out of slots into another tensor. For a large tensor a slot contains only
+   its address, and the receiver reads it in place. The engine makes these copies, publishes slots by
+   semaphores, and waits a short while for the slots of others. Everything else is left to Python: it may
+   always complete an exchange, since the state of a channel is kept in words that both see. The caller
+   holds the lock of the host.  */
 
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -27,9 +27,9 @@
 
 typedef int64_t word;
 
-#include "constants.h" /* the words of headers, states and programs; see constants.py */
+#include "constants.h" /* the layout of headers, states and programs; see constants.py */
 
-static word spent[3]; /* nanoseconds that were spent packing, moving and waiting, if asked for */
+static word spent[3]; /* nanoseconds spent packing, moving and waiting, if they are measured */
 static int is_clocked;
 
 static word now(void) {
@@ -48,11 +48,11 @@ static void relax(void) {
 
 /* --- copies */
 
-/* Copies of so many bytes do not go through the cache, which they would only fill: a line that is written whole is not
- * read before. A kind of copy beside those of programs. */
+/* Copies of at least so many bytes bypass the cache, which they would only fill: a line that is written whole is not
+ * read before. STREAMS is a kind of copy in addition to those of programs. */
 enum { STREAMS = -1, MUCH = 1 << 22, MOST = 1 << 24 };
 
-/* The next run lies `ahead`: processors do not foresee that some lines are left out. */
+/* Copy past the cache. The next run is `ahead` bytes further: processors do not predict skipped lines. */
 static void stream(char *to, const char *from, size_t bytes, word ahead) {
 #ifdef __SSE2__
     for (size_t i = 0; i < bytes; i += 64) {
@@ -71,7 +71,7 @@ static void stream(char *to, const char *from, size_t bytes, word ahead) {
 
 static void end_stream(void) {
 #ifdef __SSE2__
-    _mm_sfence(); /* such stores are not ordered with others */
+    _mm_sfence(); /* streaming stores are not ordered with others */
 #endif
 }
 
@@ -82,7 +82,7 @@ static void end_stream(void) {
         for (size_t i = 0; i < bytes / sizeof(type); i++) d[i] += s[i]; \
     } while (0)
 
-/* What two terms of a sum are together. */
+/* Write the sum of two terms. */
 #define SUM(type)                                                    \
     do {                                                             \
         type *restrict d = (type *)to;                               \
@@ -130,7 +130,7 @@ static void put_runs(char *to, const char *from, const word *dim, size_t run, wo
         for (word i = 0; i < count; i++, to += to_step, from += from_step) put(to, from, run, kind);
 }
 
-/* Over all but the last dimension, which is (count, step of `to`, step of `from`). */
+/* Loop over all dimensions, each (count, step of `to`, step of `from`), and put the runs of the last one. */
 static void put_all(char *to, const char *from, const word *dims, word num_dims, size_t run,
                     word kind) {
     if (num_dims == 0) put(to, from, run, kind);
@@ -140,7 +140,7 @@ static void put_all(char *to, const char *from, const word *dims, word num_dims,
             put_all(to, from, dims + 3, num_dims - 1, run, kind);
 }
 
-/* Whether a large copy has runs that are whole lines and begin at one; what lies together is larger yet. */
+/* Whether a copy is large and has runs of whole, aligned cache lines; a contiguous one must be larger still. */
 static int can_stream(const char *to, const word *entry) {
     word odd = (word)to | entry[RUN];
     for (word d = 0; d < entry[NUM_DIMS]; d++) odd |= entry[DIMS + 3 * d + 1];
@@ -155,13 +155,13 @@ static void carry(char *to, const char *from, const word *entry) {
 
 /* --- the memory of other processes */
 
-/* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well; bytes of a staging buffer;
- * and of a run from which on others may have to read it by itself. */
+/* Pieces of memory in one system call: Linux takes 1,024, and two lists of 256 easily fit on the stack; bytes of the
+ * staging buffer; and the shortest run that is read together with the gap after it. */
 enum { SEGMENTS = 256, STAGING = 1 << 18, LEAST = 256 };
 
-/* A place in a tensor: runs of bytes, and where in them one is. */
+/* A position in a tensor that consists of runs of bytes. */
 struct cursor {
-    char *start, *at; /* of the present run, and within it */
+    char *start, *at; /* of the current run, and the position in it */
     size_t run, left;
     word num_dims, counts[MOST_DIMS], steps[MOST_DIMS], index[MOST_DIMS];
 };
@@ -187,7 +187,7 @@ static void begin(struct cursor *c, char *start, size_t run, word num_dims) {
     memset(c->index, 0, sizeof c->index);
 }
 
-/* Where the tensor is that a slot names; whether it has few enough dimensions. */
+/* Begin at the tensor that a slot names; return whether it has few enough dimensions. */
 static int begin_at_rendezvous(struct cursor *c, const word *rendezvous) {
     const word n = rendezvous[NUM_COUNTS];
     if (n > MOST_DIMS) return 0;
@@ -205,7 +205,7 @@ static void begin_at_target(struct cursor *c, char *y, const word *entry) {
     }
 }
 
-/* Copy bytes from another process; whether it could be done. */
+/* Copy bytes from another process; return whether that was possible. */
 static int read_from(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes) {
     struct iovec here[SEGMENTS], there[SEGMENTS];
     while (bytes) {
@@ -227,7 +227,7 @@ static int read_from(pid_t pid, struct cursor *to, struct cursor *from, size_t b
     return 1;
 }
 
-/* Fetch the run after the next: processors do not foresee that some lines are left out. */
+/* Prefetch the run after the next: processors do not predict skipped lines. */
 static void fetch_ahead(const struct cursor *from) {
 #ifdef __SSE2__
     if (!from->num_dims || from->run >= SHORTEST) return;
@@ -238,11 +238,11 @@ static void fetch_ahead(const struct cursor *from) {
 #endif
 }
 
-/* Whether what lies between the runs may be read with them: at most as many bytes again, which takes less time than to look
+/* Whether the gaps between runs may be read with them: at most as many bytes again, which takes less time than looking
  * up a page for each run. */
 static int is_close(word step, word run) { return run >= LEAST && step >= run && step <= 2 * run; }
 
-/* Copies between places and memory that lies together. */
+/* Copies between positions in a tensor and contiguous memory. */
 static void gather(char *to, struct cursor *from, size_t bytes, int streams) {
     while (bytes) {
         const size_t part = bytes < from->left ? bytes : from->left;
@@ -304,14 +304,14 @@ static int has_room(const word *entry) {
     return state[NUM_FREE] > 0;
 }
 
-/* Put short runs, which would take longer to be read than to be copied, together in a room for them, and say so. */
+/* Pack short runs, which take longer to read from another process than to copy, and describe the packed bytes. */
 static void pack(const word *entry, const char *x, char *room, word *rendezvous) {
     char *packed = room + entry[Y_OFFSET];
     carry(packed, x + entry[X_OFFSET], entry);
     rendezvous[START] = (word)packed, rendezvous[RUN_LENGTH] = entry[BYTES], rendezvous[NUM_COUNTS] = 0;
 }
 
-/* Say in a slot where a part of x lies: as Python does, runs with their counts and steps. */
+/* Write the address of a part of x to a slot, as Python does: runs with their counts and steps. */
 static void write_rendezvous(const word *entry, const char *x, word *rendezvous) {
     const word n = entry[NUM_DIMS];
     rendezvous[START] = (word)(x + entry[X_OFFSET]);
@@ -323,8 +323,8 @@ static void write_rendezvous(const word *entry, const char *x, word *rendezvous)
     }
 }
 
-/* A free slot, and where in it a message begins: small ones go where the last one was, which the cache still has, and
- * larger ones around, over several places of each slot. */
+/* Take a free slot, and the offset of a message in it: small messages use the last slot again, which is still in the
+ * cache, and larger ones rotate over several places of each slot. */
 static word free_slot(const word *entry, word *offset) {
     word *state = state_of(entry), depth = 1;
     *offset = 0;
@@ -341,8 +341,8 @@ static word free_slot(const word *entry, word *offset) {
     return number;
 }
 
-/* Nanoseconds of a KiB from which on a slot is written past the cache, for so many messages: where the other core is
- * far away, whose lines a write has to fetch first. */
+/* Nanoseconds per KiB above which slots are written past the cache, for so many messages: the other core is then far
+ * away, and a write has to fetch its lines first. */
 enum { SLOW = 100, FOR_A_WHILE = 32 };
 
 static int is_past_cache(const word *entry) {
@@ -367,12 +367,12 @@ static void write_slot(const word *entry, char *to, const char *from) {
     }
 }
 
-/* --- offers: who waits until others have read its memory copies blocks of it to the staging buffer of the channel
- * meanwhile. Receivers take them there, which is faster than to have the system copy them, and read what is not there
- * yet: nobody depends on an offer, and all of it is over when the slot is emptied that names the memory. */
+/* --- offers: a worker that waits until others have read its memory meanwhile copies blocks of it to the staging buffer
+ * of the channel. Receivers take blocks from there, which is faster than a copy by the system, and read the blocks that
+ * are not there yet: nobody depends on an offer, and it ends when the slot that names the memory is emptied. */
 
-/* At most so many offers; nanoseconds to wait for a block of one who is at it; blocks by which an owner gets ahead of a
- * receiver who has read what would come next; and which are read at once where none is offered. */
+/* The largest number of offers; nanoseconds to wait for a block from an owner that is copying; blocks by which an
+ * owner skips ahead of a receiver that has overtaken it; and blocks that are read at once if none is offered. */
 enum { MOST_OFFERS = 16, MOST_NANOSECONDS = 4000, LEAD = 2, AT_ONCE = 4 };
 
 struct offer {
@@ -388,7 +388,8 @@ static _Thread_local struct {
 
 static char *staging_of(const word *entry) { return slot(entry, SLOTS); }
 
-/* Begin to offer what a slot names; whether it is. The buffer may have blocks of an earlier message that is not read. */
+/* Begin to offer the tensor that a slot names; return whether it is offered. It is not while the buffer has blocks of
+ * an earlier message that is not read yet. */
 static int begin_offer(const word *entry, word *rendezvous) {
     word *state = state_of(entry);
     struct offer *one = offers.each + offers.count;
@@ -403,7 +404,7 @@ static int begin_offer(const word *entry, word *rendezvous) {
     return 1;
 }
 
-/* Copy one more block to a staging buffer that has room for it; whether there is one. */
+/* Copy one more block to a staging buffer with room; return whether there was one to copy. */
 static int offer_block(void) {
     for (struct offer *one = offers.each; one < offers.each + offers.count; one++) {
         const word passed = __atomic_load_n(one->counts + PASSED, __ATOMIC_ACQUIRE);
@@ -433,8 +434,9 @@ static int offer_block(void) {
     return 0;
 }
 
-/* Say where what others read is, and offer it; whether it is offered. Short runs that lie close are not packed before if
- * the receiver can find them in the staging buffer: of a large tensor so they stay in the cache on their way. */
+/* Write the address of what others read, and offer it; return whether it is offered. Short runs that are close together
+ * are not packed if the receiver can find them in the staging buffer: those of a large tensor then stay in the cache on
+ * their way. */
 static int name(const word *entry, const char *x, char *room, word *rendezvous, int offers_it) {
     const int is_packed = entry[DIRECT] == PACKED;
     const word n = entry[NUM_DIMS], step = n ? entry[DIMS + 3 * (n - 1) + 2] : 0; /* of x, along the last dimension */
@@ -459,7 +461,7 @@ static void give(const word *entry, const char *x, char *room, word code, word c
     publish(entry, filled(entry));
 }
 
-/* Whether something came: 1 if it is what is asked for, -1 if it is something else. */
+/* Whether a message has come: 1 if it is the requested one, -1 if it is another, 0 if there is none. */
 static int has_come(const word *entry, word code, word call) {
     int count = 0;
     sem_getvalue(filled(entry), &count);
@@ -472,7 +474,7 @@ static int has_come(const word *entry, word code, word call) {
     return is_asked ? 1 : -1;
 }
 
-/* What came next, and whether it is a rendezvous. */
+/* The content of the next message, and whether it is a rendezvous. */
 static char *came(const word *entry, int *is_rendezvous) {
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
     *is_rendezvous = head[PART] == RENDEZVOUS;
@@ -480,12 +482,12 @@ static char *came(const word *entry, int *is_rendezvous) {
 }
 
 static void let_go(const word *entry) {
-    while (sem_trywait(filled(entry))) {} /* it is there */
+    while (sem_trywait(filled(entry))) {} /* does not wait: the count is known to be positive */
     state_of(entry)[NUM_TAKEN]++;
     publish(entry, emptied(entry));
 }
 
-/* Copy from or to short runs of another process, by way of a staging buffer that stays in the cache. */
+/* Copy from another process if runs at either end are short, through a staging buffer that stays in the cache. */
 static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes, int streams) {
     static char staging[STAGING] __attribute__((aligned(64)));
     const int reads_rows = from->run < SHORTEST && from->num_dims &&
@@ -497,7 +499,7 @@ static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t
             begin(&here, staging, left, 0);
             if (!read_from(pid, &here, from, left)) return 0;
             scatter(to, staging, left, streams);
-        } else { /* whole runs with what is between them; a part of one by itself */
+        } else { /* whole runs with the gaps between them; a part of a run alone */
             const word last = from->num_dims - 1;
             const size_t run = from->run, step = (size_t)from->steps[last];
             size_t rows = (size_t)(from->counts[last] - from->index[last]);
@@ -526,14 +528,14 @@ static word *offer_of(const word *entry) {
     return head[PART] == RENDEZVOUS && head[IS_OFFERED] ? (word *)slot(entry, head[SLOT]) : NULL;
 }
 
-/* A block in the staging buffer, if it is there or its owner is at it; else NULL, and the caller reads it. */
+/* A block in the staging buffer, if it is there or its owner is copying it; else NULL, and the caller reads it. */
 static const char *await_block(const word *entry, word *counts, word number) {
     for (word until = 0; counts; relax()) {
         const word offered = __atomic_load_n(counts + OFFERED, __ATOMIC_ACQUIRE);
         const word from = __atomic_load_n(counts + OFFERED_FROM, __ATOMIC_ACQUIRE);
         if (number < from) break;
         if (number < offered) return staging_of(entry) + number % counts[RING] * OFFER;
-        if (offer_block()) continue; /* the owner may wait for those of this worker */
+        if (offer_block()) continue; /* the owner may wait for blocks of this worker */
         if (!offered || !offers.waits_for_owner) break;
         const word at = now();
         if (!until) until = at + MOST_NANOSECONDS;
@@ -544,7 +546,7 @@ static const char *await_block(const word *entry, word *counts, word number) {
 
 static void pass(word *counts, word number) { __atomic_store_n(counts + PASSED, number, __ATOMIC_RELEASE); }
 
-/* Copy from another process block by block, those that are offered from the staging buffer. */
+/* Copy from another process block by block, taking offered blocks from the staging buffer. */
 static int read_blocks(const word *entry, struct cursor *to, struct cursor *from, word *counts, int streams) {
     const pid_t pid = (pid_t)entry[DIRECT];
     word number = 0;
@@ -561,7 +563,7 @@ static int read_blocks(const word *entry, struct cursor *to, struct cursor *from
             pass(counts, ++number);
         } else {
             number += (word)((part + OFFER - 1) / OFFER);
-            pass(counts, number); /* before: the owner goes on behind it */
+            pass(counts, number); /* before reading: the owner goes on after it */
             const int is_short = to->run < SHORTEST || from->run < SHORTEST;
             if (!(is_short ? read_staged(pid, to, from, part, streams) : read_from(pid, to, from, part))) return 0;
         }
@@ -570,22 +572,22 @@ static int read_blocks(const word *entry, struct cursor *to, struct cursor *from
     return 1;
 }
 
-/* One term of a sum: what this worker has, or came in a slot, or lies in another process. */
+/* One term of a sum: this worker's own, or in a slot, or in another process. */
 struct term {
     const word *entry;
-    const char *values; /* NULL where they have to be read */
+    const char *values; /* NULL if they have to be read from another process */
     word *counts;       /* of an offer, or NULL */
-    int is_staged;      /* whether the present block is */
+    int is_staged;      /* whether the current block comes from the staging buffer */
     struct cursor there;
 };
 
-/* Sum up terms that lie together, block by block: the sum stays in the cache. */
+/* Add contiguous terms block by block, so that the sum stays in the cache. */
 static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
     static char staging[OFFER] __attribute__((aligned(64)));
     for (size_t at = 0; at < bytes; at += OFFER) {
         const word number = (word)(at / OFFER);
         const size_t part = bytes - at < OFFER ? bytes - at : OFFER;
-        const char *first = NULL; /* what the next term is added to, if that is not in its place */
+        const char *first = NULL; /* the first term, if it is not in its place yet */
         for (struct term *term = terms; term < terms + num_terms; term++) {
             const word kind = term->entry[KIND];
             const char *from =
@@ -616,7 +618,7 @@ static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
     return 1;
 }
 
-/* Put what came into its place; whether it could be read. */
+/* Copy a message that has come to its place; return whether it could be read. */
 static int take(const word *entry, char *y) {
     int is_rendezvous;
     char *from = came(entry, &is_rendezvous);
@@ -641,10 +643,10 @@ static int take(const word *entry, char *y) {
     return 1;
 }
 
-/* --- receives of exchanges that were started: their messages are taken whenever somebody looks */
+/* --- receives of started exchanges: their messages are taken whenever any thread looks */
 
-/* Take the next message if an exchange that was started asks for it: 1 if so, 0 if nothing came, -1 if nobody asks for
- * it, -2 if only Python can take it. */
+/* Take the next message if a started exchange requests it: 1 if so, 0 if nothing came, -1 if no exchange requests it,
+ * -2 if only Python can take it. */
 static int take_posted(const word *entry) {
     word *state = state_of(entry), *before = state + POSTED;
     int count = 0;
@@ -655,7 +657,7 @@ static int take_posted(const word *entry) {
     for (word *one = (word *)*before; one; before = one + NEXT, one = (word *)*before) {
         if (one[ASKED_GROUP] != head[GROUP] || one[ASKED_CALL] != head[CALL]) continue;
         const word *asked = (const word *)one[ASKED_ENTRY];
-        /* what comes in pieces, or is too long, or not at all, is for Python */
+        /* messages in pieces, of a wrong length, or that failed are left to Python */
         if (has_come(asked, head[GROUP], head[CALL]) < 0 || !take(asked, (char *)one[ASKED_Y])) return -2;
         *before = one[NEXT];
         one[HAS_COME] = 1;
@@ -670,13 +672,13 @@ static void post(const word *entry, word *one) {
     *last = (word)one;
 }
 
-/* --- backoff: look at once, then let others run in between, then sleep until another worker notifies this one */
+/* --- backoff: spin or yield, then sleep until another worker notifies this one */
 
 static _Thread_local int holds_python; /* whether this thread holds Python's lock */
 
 struct backoff {
     const word *program;
-    word until;    /* when looking at once ends, and then sleeping */
+    word until;    /* when spinning ends, and later sleeping */
     int is_asleep; /* whether others have to notify this worker */
 };
 
@@ -707,7 +709,7 @@ static void sleep_until(sem_t *wakeup, word nanoseconds) {
     if (python) PyEval_RestoreThread(python);
 }
 
-/* Pause between two looks in vain; 0 when backoff is at its end. */
+/* Pause between two looks in vain; return 0 when backoff is at its end. */
 static int pause_once(struct backoff *p) {
     const word *program = p->program;
     if (!p->is_asleep) {
@@ -727,7 +729,7 @@ static int pause_once(struct backoff *p) {
     return 1;
 }
 
-/* Wait until one of several semaphores is not 0, as long as backoff lasts; whether one is. */
+/* Wait until one of several semaphores is not 0, as long as backoff lasts; return whether one is. */
 static int await_any(const word *waiting) {
     struct backoff backoff = begin_waiting(waiting);
     const word *semaphores = waiting + ENTRIES;
@@ -740,16 +742,16 @@ static int await_any(const word *waiting) {
     return count > 0;
 }
 
-/* The same as `has_come`, behind what exchanges asked for that were started before: in a backward pass several have the
- * same number, and messages come in the order in which they were asked for. */
+/* Like `has_come`, but after the requests of exchanges that were started before: in a backward pass several have the
+ * same number, and messages come in the order in which they were requested. */
 static int look_for(const word *entry, word code, word call) {
     int found = -1;
     while (state_of(entry)[POSTED] && (found = take_posted(entry)) > 0) {}
-    if (!found) return 0; /* what comes now may be for them */
+    if (!found) return 0; /* the next message may be for them */
     return found == -2 ? -1 : has_come(entry, code, call);
 }
 
-/* Wait for what is asked for; whether it came. */
+/* Wait for the requested message; return whether it came. */
 static int await_entry(const word *entry, const word *program, word call) {
     int found = look_for(entry, program[CODE], call);
     if (found) return found > 0;
@@ -759,7 +761,7 @@ static int await_entry(const word *entry, const word *program, word call) {
     return found > 0;
 }
 
-/* Wait until others have read this worker's memory, as long as backoff lasts; whether it was. */
+/* Wait until others have read this worker's memory, as long as backoff lasts; return whether they have. */
 static int await_readers(const word *program, const word *gives) {
     struct backoff backoff = begin_waiting(program);
     const word *entry = gives;
@@ -780,7 +782,7 @@ static int await_readers(const word *program, const word *gives) {
     return are_done;
 }
 
-/* The time since `*since` counts for a part. */
+/* Add the time since `*since` to that of a part. */
 static void count_time(int part, word *since) {
     if (!is_clocked) return;
     const word then = now();
@@ -790,7 +792,7 @@ static void count_time(int part, word *since) {
 
 enum { PACK, MOVE, WAIT };
 
-/* A sum whose terms all lie together: all of them are taken, or none. */
+/* Compute a sum of contiguous terms: all of them are taken, or none. */
 static long take_blocked(const word *program, const word *entry, char *y, const char *x, word call,
                          word *since) {
     struct term terms[MOST_TERMS] = {0};
@@ -831,7 +833,7 @@ static long take_in_order(const word *program, const word *entry, char *y, const
     return (long)program[NUM_TAKES];
 }
 
-/* The first of the takes, if there is room for all that is given and Python waits for nothing; else NULL. */
+/* The first of the takes, if there is room for all gives and Python waits for nothing on their channels; else NULL. */
 static const word *ready(const word *program) {
     const word *takes = program + ENTRIES, *entry;
     for (word i = 0; i < program[NUM_GIVES]; i++, takes += takes[LENGTH])
@@ -842,14 +844,14 @@ static const word *ready(const word *program) {
     return takes;
 }
 
-/* The same, after a short while if there is no room now: who only gives may have run ahead of who takes. */
+/* Like `ready`, but wait a short while for room: a worker that only sends may have run ahead of the receivers. */
 static const word *await_ready(const word *program) {
     const word *takes = ready(program);
     if (takes) return takes;
     for (const word until = now() + program[BACKOFF]; !takes && now() < until; takes = ready(program)) {
         const word *entry = program + ENTRIES;
         for (word i = 0; i < program[NUM_GIVES]; i++, entry += entry[LENGTH])
-            if (state_of(entry)[IS_BUSY]) return NULL; /* that is up to Python */
+            if (state_of(entry)[IS_BUSY]) return NULL; /* left to Python */
         for (word i = 0; i < program[NUM_TAKES]; i++, entry += entry[LENGTH])
             if (entry[CONTROL] && state_of(entry)[IS_ACTIVE]) return NULL;
         if (program[YIELDS]) sched_yield();
@@ -858,15 +860,15 @@ static const word *await_ready(const word *program) {
     return takes;
 }
 
-/* Whether this worker should offer what others read: it waits for them anyway, or for terms of a sum. Two workers that
- * copy from each other are as fast if the system makes all copies. */
+/* Whether this worker should offer its memory to readers: it waits for them anyway, or for terms of a sum. Two workers
+ * that copy from each other are as fast if the system makes all copies. */
 static int should_offer(const word *program, const word *takes) {
     for (word i = 0; i < program[NUM_TAKES] && !program[IS_BLOCKED]; i++, takes += takes[LENGTH])
         if (takes[CONTROL] && takes[KIND] == COPIES) return 0;
     return program[IS_LARGE];
 }
 
-/* Whether workers that have a core each copy from each other: both are at it then, and have offers for each other. */
+/* Whether workers with a core each copy from each other: both are then active, and have offers for each other. */
 static int copies_both_ways(const word *program, const word *takes) {
     int copies = 0;
     for (word i = 0; i < program[NUM_TAKES]; i++, takes += takes[LENGTH]) {
@@ -876,7 +878,7 @@ static int copies_both_ways(const word *program, const word *takes) {
     return copies && !program[YIELDS];
 }
 
-/* How many of the entries were taken, in their order. */
+/* Run a program; return the number of entries that were taken, in order, or NOTHING or UNREAD. */
 static long run(const word *program, char *y, const char *x, word call, char *room) {
     const word num_gives = program[NUM_GIVES], num_takes = program[NUM_TAKES];
     word since = is_clocked ? now() : 0;
@@ -892,11 +894,11 @@ static long run(const word *program, char *y, const char *x, word call, char *ro
                                          : take_in_order(program, takes, y, x, call, &since);
     const int is_unread = taken == num_takes && program[IS_LARGE] && !await_readers(program, gives);
     count_time(WAIT, &since);
-    offers.count = 0; /* what is left of them is read */
+    offers.count = 0; /* the remaining blocks are read directly */
     return is_unread ? UNREAD : taken;
 }
 
-/* Give, and ask for what comes; whether it was done. `started` has the words of the exchange, all 0. */
+/* Start an exchange: send, and post receives; return whether it was started. The words of `started` are all 0. */
 static int start(const word *program, char *y, const char *x, word call, word *started) {
     const word num_gives = program[NUM_GIVES];
     word since = is_clocked ? now() : 0;
@@ -922,7 +924,7 @@ static int start(const word *program, char *y, const char *x, word call, word *s
     return 1;
 }
 
-/* Take what was asked for on all channels, rows of words that begin as entries do; whether there was any. */
+/* Take requested messages on all channels, rows of words that begin like entries; return whether there were any. */
 static int take_all_posted(const word *channels, word num_channels) {
     int moved = 0;
     for (word i = 0; i < num_channels; i++, channels += channels[LENGTH])
@@ -930,7 +932,7 @@ static int take_all_posted(const word *channels, word num_channels) {
     return moved;
 }
 
-/* What is left of an exchange: 0 if it is complete, 1 if it has to wait, -1 if something else came. */
+/* The state of an exchange: 0 if it is complete, 1 if it has to wait, -1 if another message came. */
 static int left_of(const word *program, const word *started) {
     const word num_gives = program[NUM_GIVES], *entry = program + ENTRIES, *one = started + num_gives;
     int left = 0;
@@ -950,12 +952,12 @@ static int left_of(const word *program, const word *started) {
     return left;
 }
 
-/* Wait until all of an exchange has come, and was read; whether it is so. */
+/* Wait until everything of an exchange has come, and was read; return whether it has. */
 static int finish(const word *program, word *started, const word *channels, word num_channels) {
     word since = is_clocked ? now() : 0;
     struct backoff backoff = begin_waiting(program);
     int left;
-    /* Others may wait until this worker has read what they keep for it in other exchanges. */
+    /* Others may wait until this worker has read their memory for other exchanges. */
     while ((left = left_of(program, started)) > 0)
         if (!take_all_posted(channels, num_channels) && !pause_once(&backoff)) break;
     end_waiting(&backoff);
@@ -1053,9 +1055,9 @@ static PyObject *py_clock(PyObject *self, PyObject *on) {
     return seconds;
 }
 
-/* --- an exchange that is made again: all that leads to the engine, in one call */
+/* --- repeated exchanges: everything from the tensor to the engine, in one call */
 
-/* A tensor, as DLPack shows it to code in C: `DLTensor` of version 1, and the table of torch's functions for that. */
+/* A tensor as DLPack shows it to C: `DLTensor` of version 1, and the table of torch's functions for it. */
 struct shown {
     char *data;
     int32_t device, number, num_dims;
@@ -1071,27 +1073,26 @@ struct table {
 };
 enum { ON_CPU = 1, COMPLEX = 5 };
 
-/* What torch is asked, and what must be as it was when it was named: who looks at what moves, as traces do, puts
- * something in its place. */
+/* The functions of torch that are called, and the attributes that must be unchanged: code that observes movements, such
+ * as traces, replaces them. */
 enum { TENSOR, IS_NEG, IS_CONJ, IS_TRANSFORMED, IS_GRAD_ENABLED, FORWARD_MODE, NUM_ASKED };
 static PyObject *asked[NUM_ASKED], *tag_name, *count_name, *level_name, *grad_name;
 static int (*show)(void *tensor, struct shown *found);
 enum { MOST_UNCHANGED = 8 };
 static struct { PyObject *owner, *name, *value; } unchanged[MOST_UNCHANGED];
 static int num_unchanged;
-static pid_t this_process; /* asking the system takes as long as a small copy */
+static pid_t this_process; /* cached, since a system call takes as long as a small copy */
 
 static void note_process(void) { this_process = getpid(); }
 
-/* Objects that an exchange needs, and keeps: PROGRAM is what owns the words of its program, MAKE gives a tensor for its
+/* Objects that an exchange needs and keeps alive: PROGRAM owns the words of its program, MAKE returns a tensor for its
  * result. */
-enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, MAKE, ALARM, COUNTED, EARLIER, NUM_KEPT };
+enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, MAKE, ALARM, COUNTED, OWNER, EARLIER, NUM_KEPT };
 struct again {
-    const struct again *earlier; /* for tensors that lie otherwise */
+    const struct again *earlier; /* for tensors of other shapes and strides */
     PyObject *kept[NUM_KEPT];
-    const word *program, *alarm;
+    const word *program, *alarm, *owner; /* the process that is in the job; 0 when it has left it */
     word *counted, sent, received;
-    pid_t owner;
     struct shown lies;
     int64_t dims[2 * MOST_DIMS];
 };
@@ -1116,11 +1117,11 @@ static word number(PyObject *found) {
     return value;
 }
 
-/* Whether the values of x are those in its memory, no derivative passes, and nobody looks at what moves; -1: raised. */
+/* Whether the values of x are those in its memory, without derivatives, and no code observes movements; -1: raised. */
 static int is_plain(PyObject *x, const struct shown *lies) {
     for (int i = 0; i < num_unchanged; i++) {
         PyObject *now = PyObject_GetAttr(unchanged[i].owner, unchanged[i].name);
-        Py_XDECREF(now); /* it is compared, not used */
+        Py_XDECREF(now); /* compared, not used */
         if (!now) return -1;
         if (now != unchanged[i].value) return 0;
     }
@@ -1135,7 +1136,7 @@ static int is_plain(PyObject *x, const struct shown *lies) {
     return PyErr_Occurred() ? -1 : value < 0;
 }
 
-/* Room for the result; None if torch makes something else now. */
+/* A tensor for the result; None if torch makes something else now. */
 static PyObject *make_result(const struct again *again, struct shown *to) {
     PyObject *y = PyObject_CallNoArgs(again->kept[MAKE]);
     if (!y || ((PyObject *)Py_TYPE(y) == asked[TENSOR] && !show(y, to) && to->device == ON_CPU)) return y;
@@ -1150,7 +1151,7 @@ static void forget(PyObject *capsule) {
     PyMem_Free(again);
 }
 
-/* The result; None if Python has to look at the tensor; a result with what is left of its exchange. */
+/* The result; None if the exchange is left to Python; (program, result, number taken) if it is incomplete. */
 static PyObject *py_again(PyObject *self, PyObject *x) {
     const struct again *again = PyCapsule_GetPointer(self, NULL);
     struct shown from, to;
@@ -1160,7 +1161,7 @@ static PyObject *py_again(PyObject *self, PyObject *x) {
         Py_RETURN_NONE;
     }
     while (again && !is_like(again, &from)) again = again->earlier;
-    if (!again || *again->alarm || again->owner != this_process) Py_RETURN_NONE;
+    if (!again || *again->alarm || *again->owner != this_process) Py_RETURN_NONE;
     PyObject *const *kept = again->kept;
     word length = 1;
     for (int d = 0; d < from.num_dims; d++) length *= from.shape[d];
@@ -1175,7 +1176,7 @@ static PyObject *py_again(PyObject *self, PyObject *x) {
     const word tag = number(PyObject_GetAttr(kept[OWN], tag_name));
     const word count = number(PyObject_GetAttr(kept[GROUP_OBJECT], count_name));
     const int is_held = PyErr_Occurred() ? -1 : truth(PyObject_CallFunctionObjArgs(kept[ACQUIRE], Py_False, NULL));
-    if (is_held <= 0) { /* or another thread has the lock */
+    if (is_held <= 0) { /* raised, or another thread has the lock */
         Py_DECREF(y);
         if (is_held < 0) return NULL;
         Py_RETURN_NONE;
@@ -1194,7 +1195,7 @@ static PyObject *py_again(PyObject *self, PyObject *x) {
     }
     PyObject *found = PyObject_CallNoArgs(kept[RELEASE]);
     Py_XDECREF(found);
-    if (found && *again->alarm) { /* who was read from may have gone on after it gave the alarm */
+    if (found && *again->alarm) { /* a worker whose memory was read may have gone on after it raised the alarm */
         found = PyObject_CallNoArgs(kept[BROKEN]);
         Py_XDECREF(found);
     }
@@ -1224,9 +1225,10 @@ static PyMethodDef again_method = {"again", py_again, METH_O, "again(x): make an
 static PyObject *py_repeat(PyObject *self, PyObject *args) {
     PyObject *kept[NUM_KEPT] = {0}, *x;
     word program, alarm, counted, sent, received, owner;
-    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOO:repeat", &x, &kept[MAKE], &program, &kept[PROGRAM], &alarm,
+    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOOO:repeat", &x, &kept[MAKE], &program, &kept[PROGRAM], &alarm,
                           &counted, &sent, &received, &owner, &kept[GROUP_OBJECT], &kept[OWN], &kept[ACQUIRE],
-                          &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM], &kept[COUNTED], &kept[EARLIER]))
+                          &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM], &kept[COUNTED], &kept[OWNER],
+                          &kept[EARLIER]))
         return NULL;
     struct shown lies;
     if (!show || (PyObject *)Py_TYPE(x) != asked[TENSOR] || show(x, &lies) || lies.num_dims > MOST_DIMS) {
@@ -1236,7 +1238,7 @@ static PyObject *py_repeat(PyObject *self, PyObject *args) {
     struct again *again = PyMem_Calloc(1, sizeof *again);
     if (!again) return PyErr_NoMemory();
     *again = (struct again){.program = (const word *)program, .alarm = (const word *)alarm, .counted = (word *)counted,
-                            .sent = sent, .received = received, .owner = (pid_t)owner, .lies = lies};
+                            .sent = sent, .received = received, .owner = (const word *)owner, .lies = lies};
     memcpy(again->dims, lies.shape, (size_t)lies.num_dims * sizeof(int64_t));
     memcpy(again->dims + lies.num_dims, lies.steps, (size_t)lies.num_dims * sizeof(int64_t));
     for (int i = 0; i < NUM_KEPT; i++) again->kept[i] = Py_NewRef(kept[i]);
@@ -1254,7 +1256,7 @@ static PyObject *py_ask(PyObject *self, PyObject *args) {
                           &given[5]))
         return NULL;
     const struct table *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    if (!table) PyErr_Clear(); /* this version of torch has none, or another one */
+    if (!table) PyErr_Clear(); /* this version of torch has none, or a different one */
     if (!table || table->major != 1 || !table->show) Py_RETURN_FALSE;
     for (int i = 0; i < NUM_ASKED; i++) {
         Py_XDECREF(asked[i]);

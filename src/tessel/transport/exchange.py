@@ -1,4 +1,4 @@
-"""An exchange: the messages of one movement, each by the shortest way."""
+"""Exchanges: the messages of one movement, each by the fastest way."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tessel.transport.request import Key, Rendezvous, SendRequest
 
 
 class Ways:
-    """How a worker reaches the others of a group.
+    """The ways by which a worker reaches the others of a group.
 
     Args:
-        worker: this one.
-        workers: of the group.
-        host: those with whom this worker shares memory, if any.
-        handle: of the group in `torch.distributed`.
-        mpi: what carries messages to other hosts; None if `torch.distributed` does.
-        hosts: for each worker of the job the number of its host; empty if all run on one.
+        worker: this worker.
+        workers: the workers of the group.
+        host: the workers with which this one shares memory, if any.
+        handle: the process group in `torch.distributed`.
+        mpi: carries messages to other hosts; None if `torch.distributed` does.
+        hosts: the number of its host for each worker of the job; empty if all run on one.
 
     Attributes:
-        others: of the group.
-        near: those of them whom memory reaches, and `all_near` whether that is all.
-        are_all_by_gloo: whether all workers of the group reach all others by `torch.distributed`:
-            the same on all of them, who then make one collective.
+        others: the other workers of the group.
+        near: those of them that share memory with this one; `all_near`: whether all do.
+        are_all_by_gloo: whether all workers of the group reach all others by `torch.distributed`;
+            it is the same on all of them, which then make one collective.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Ways:
         self.others = tuple(each for each in workers if each != worker)
         self.near = frozenset(host.workers if host else ()).intersection(self.others)
         self.all_near = len(self.near) == len(self.others)
-        # A worker that is alone on its host has nobody near, while others of the group may have.
+        # A worker alone on its host has none near, while other workers of the group may have some.
         are_alone = (
             len({hosts[each] for each in workers}) == len(workers) if hosts else not self.near
         )
@@ -52,16 +52,16 @@ class Ways:
 
 
 class Exchange:
-    """Messages that were started one by one; called, it waits for them.
+    """Messages that were started one by one; calling it waits for them.
 
-    Memory carries those of workers of this host, `torch.distributed` the others. What a worker
-    sends to itself is copied. Where values are added, they are so in the order of the receives.
+    Messages between workers of this host go through memory, others by MPI or `torch.distributed`.
+    A message of a worker to itself is copied. Sums are added in the order of the receives.
 
     Args:
-        ways: to the workers of the group.
-        key: of the messages.
+        ways: the ways to the workers of the group.
+        key: the key of the messages.
         sends, receives: at most one for each pair of workers.
-        tag: of messages between hosts; None for that of the key.
+        tag: the tag of messages between hosts; None for that of the key.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class Exchange:
             assert ways.host is not None
             come = [buffer for buffer in receives if buffer.worker in ways.near]
             go = [buffer for buffer in sends if buffer.worker in ways.near]
-            # Places are named before anything is sent: what comes finds them, and is copied once.
+            # Places are requested before anything is sent: messages then find them when they
+            # arrive, and are copied once.
             if come:
                 self._awaited = ways.host.expect(key, come, self._ordered)
             if go:
@@ -110,15 +111,15 @@ class Exchange:
                         if ways.mpi is None
                         else ways.mpi.send(sent, key, tag)
                     )
-        if self._own and not self._ordered:  # while the rest is on its way
+        if self._own and not self._ordered:  # while the others are in transit
             for buffer in receives:
                 if buffer.worker == ways.worker:
                     buffer.put(self._own[0])
 
     def __call__(self) -> None:
-        """Wait until all has come and is in its place, and all was sent."""
+        """Wait until all messages were received in their places, and all were sent."""
         try:
-            if self._ordered:  # so that a sum comes out the same each time, to the last bit
+            if self._ordered:  # so that a sum is the same each time, bit by bit
                 requests = dict(self._awaited)
                 for buffer in self._receives:
                     if buffer.worker == self._ways.worker:
@@ -142,7 +143,7 @@ class Exchange:
             raise
 
     def _open_all(self) -> None:
-        """Let all that still comes find its place, and not that of a later exchange."""
+        """Let messages that still arrive find their places, and not those of a later exchange."""
         for _, request in self._awaited:
             request.is_open = True
 

@@ -1,4 +1,4 @@
-"""Groups: workers that can talk to each other, and what this process knows of its job."""
+"""Groups: workers that can communicate, and the state of this process in its job."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from tessel.transport.watch import Watch
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
-Prepared = tuple[CopyProgram, Tensor, Tensor]  # of an exchange, with where to and where from
+Prepared = tuple[CopyProgram, Tensor, Tensor]  # the program of an exchange, target and source
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
-MOST_PROGRAMS = 64  # for sums, that a group remembers
+MOST_PROGRAMS = 64  # programs of sums that a group caches
 _PLAIN = (Tensor, torch.nn.Parameter)  # other classes may hold their values elsewhere
-_LEAP = 2**20  # to a multiple of which numbers grow when a call is given up: none has so many
-# Whether a worker that raises tells the others itself, in the place of its next exchange.
+_LEAP = 2**20  # a given-up call advances counters to the next multiple; no call has so many
+# Whether a worker that raises tells the others itself, in place of its next exchange.
 tells_errors: ContextVar[bool] = ContextVar("tells_errors", default=False)
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
 
 def code_of(call: str) -> int:
-    """A number for a call, by which workers see whether they make the same."""
+    """A number for a call, by which workers compare their calls."""
     return zlib.crc32(call.encode())
 
 
 def packed_words(words: Sequence[int]) -> bytes:
-    """A few words with zeros after them, as many as agreements have."""
+    """A few words, padded with zeros to the length of agreements."""
     return array("q", [*words, *[0] * (NUM_WORDS - len(words))]).tobytes()
 
 
 class Own(threading.local):
-    """What each thread has for itself: the backward passes of two may run at once.
+    """The state of each thread: backward passes of two threads may run at once.
 
     Args:
         begins: called in each thread that communicates.
@@ -71,20 +71,20 @@ class Own(threading.local):
 
 @dataclass
 class Membership:
-    """Who the workers are, and what passed between them.
+    """The workers of a job, and the state of their communication.
 
     Attributes:
-        tag: what messages of this thread carry now, so that they cannot be taken for others.
-        traffic: the running totals of this worker, without what is `counted`.
-        counted: what the engine has to add to them: messages, bytes sent and received.
-        processes: of all workers, in their order.
-        hosts: for each worker the number of its host; empty if all run on one.
-        host: those with whom this worker shares memory, if any.
-        mpi: what carries CPU tensors to other hosts; None if `torch.distributed` does.
-        linked: the first workers of all hosts, if agreements travel by connections between them.
-        links: those of this worker, if it is one of them.
-        mailboxes: by which GPUs of this host exchange tensors without NCCL.
-        watch: over waits, and whether the job is broken.
+        tag: the number that messages of this thread carry now, to tell them from others.
+        traffic: the running totals of this worker, without those in `counted`.
+        counted: the totals of the engine: messages, bytes sent and received.
+        processes: the processes of all workers, in their order.
+        hosts: the number of its host for each worker; empty if all run on one.
+        host: the workers with which this one shares memory, if any.
+        mpi: carries CPU tensors to other hosts; None if `torch.distributed` does.
+        linked: the first workers of all hosts, if agreements go over connections between them.
+        links: the connections of this worker, if it is one of them.
+        mailboxes: let GPUs of this host exchange tensors without NCCL.
+        watch: watches over waits, and knows whether the job is broken.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -113,7 +113,7 @@ class Membership:
 
     @property
     def total_traffic(self) -> Traffic:
-        """The running totals until now, with what the engine counted."""
+        """The running totals until now, including those of the engine."""
         found = replace(self.traffic)
         found.messages += self.counted[0]
         found.bytes_sent += self.counted[1]
@@ -121,7 +121,7 @@ class Membership:
         return found
 
     def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
-        """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
+        """Those of `workers` on this host whose process has ended or stopped, within `seconds`."""
         known = {w: self.processes[w] for w in workers if w < len(self.processes)}
         deadline = time.monotonic() + seconds
         while True:
@@ -147,21 +147,21 @@ def is_plain(x: Tensor) -> bool:
 
 
 class Group:
-    """Workers that can talk to each other, in ascending order of their numbers.
+    """Workers that can communicate, in ascending order of their ranks.
 
     Args:
-        workers: their numbers in the job.
-        handle: of `torch.distributed`; None when there is nobody to talk to.
-        membership: of this process in the job.
+        workers: their ranks in the job.
+        handle: the group of `torch.distributed`; None for a single worker.
+        membership: the membership of this process in the job.
     """
 
     def __init__(self, workers: tuple[int, ...], handle: Any, membership: Membership) -> None:
         self.workers, self.size = workers, len(workers)
         self.handle = handle
-        self.num_calls = 0  # that were agreed on here, or in a group that has all these workers
-        self.num_exchanges = 0  # outside of backward passes, and agreements: what messages carry
+        self.num_calls = 0  # calls agreed on here, or in a group that has all these workers
+        self.num_exchanges = 0  # exchanges outside of backward passes, and agreements
         self.num_of_devices = 0  # exchanges that only GPUs wait for
-        self.within = [self]  # the groups of the job that have no other workers
+        self.within = [self]  # the groups of the job without other workers
         self._membership = membership
         self._code = code_of(repr(workers))
         self._watch = membership.watch
@@ -176,22 +176,21 @@ class Group:
         dense: bool = False,
         prepared: Prepared | None = None,
     ) -> Callable[[], None]:
-        """Start messages, at most one for each pair; the result waits for them.
+        """Start messages, at most one for each pair; return a function that waits for them.
 
-        What a worker sends to itself is copied. Where values are added, they are so in the order
-        of the receives.
+        A message of a worker to itself is copied. Sums are added in the order of the receives.
 
         Args:
-            sends: what goes to others.
-            receives: where what comes from others belongs.
-            device: of the tensors, also where there are none.
-            dense: whether everybody has something for everybody.
-            prepared: the same exchange for the engine, in which nothing is added: its program, and
-                the tensors to which and from which it copies.
+            sends: the tensors for others.
+            receives: the places of tensors from others.
+            device: the device of the tensors, even if there are none.
+            dense: whether every worker has something for every other.
+            prepared: the same exchange for the engine, without sums: its program, and the tensors
+                to which and from which it copies.
         """
         self._count(sends, receives)
         ways, key = self._ways, self._next_key()
-        # One collective is quickest where all would go by Gloo, one by one; but it carries no tag.
+        # One collective is fastest if all messages would go by Gloo, one by one; but it has no tag.
         by_nccl = device.type == "cuda" and self._uses_nccl
         is_tagged = key[1] >= 0
         if by_nccl or (device.type == "cpu" and dense and not is_tagged and ways.are_all_by_gloo):
@@ -199,7 +198,7 @@ class Group:
 
             def put() -> None:
                 for buffer, value in zip(receives, come(), strict=True):
-                    if value is not buffer.place:  # where it is already
+                    if value is not buffer.place:  # it was not received there
                         buffer.put(value)
 
             return put
@@ -226,22 +225,22 @@ class Group:
         receives: Sequence[ReceiveBuffer],
         device: torch.device,
     ) -> Callable[[], list[Tensor]]:
-        """One collective for all messages; the result waits for what comes, and gives it.
+        """Start one collective for all messages; return a function that waits for the values.
 
-        Messages for which there is one contiguous place come to it.
+        Values are received in place if there is only one place, and it is contiguous.
         """
         ways = self._ways
         own = [each.tensor for each in sends if each.worker == ways.worker]
         go = [each for each in sends if each.worker != ways.worker]
         come = [each for each in receives if each.worker != ways.worker]
-        # On a GPU the number would have to be waited for: there the next agreement compares it.
+        # On a GPU the host would have to wait for the number: there the next agreement compares it.
         number = key[1] if device.type == "cpu" else None
         given = ways.workers, go, come, device, ways.handle, number
         parts, wait = self.attempt_by_wire(lambda: wire.swap(*given), key)
 
         def arrive() -> list[Tensor]:
             wait()
-            if device.type == "cuda":  # whose stream waits, not the host
+            if device.type == "cuda":  # the stream waits, not the host
                 self._watch_device(key)
             came = iter(parts)
             return [own[0] if each.worker == ways.worker else next(came) for each in receives]
@@ -251,9 +250,9 @@ class Group:
     def bring(
         self, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer], device: torch.device
     ) -> list[Tensor]:
-        """What comes to a GPU, wherever it came to: places only say its shape and dtype.
+        """Exchange tensors of a GPU and return those received; places give shape and dtype only.
 
-        The place of what this worker keeps may be the tensor itself: nothing is written to it.
+        The place of a tensor that this worker keeps may be the tensor itself: it is not written.
         """
         if not self._uses_nccl:
             given = {id(buffer.tensor) for buffer in sends}
@@ -265,27 +264,28 @@ class Group:
         return self._swap(self._next_key(), sends, receives, device)()
 
     def adds_on_devices(self, x: Tensor) -> bool:
-        """Whether a tensor lies on a GPU and NCCL can sum it."""
+        """Whether a tensor is on a GPU and NCCL can sum it."""
         return x.is_cuda and self._uses_nccl and wire.can_add(x.dtype)
 
     def all_reduce(self, *totals: Tensor) -> Callable[[], None]:
-        """Start the sums of contiguous tensors of a GPU over all workers, in their places.
+        """Start the sums of contiguous tensors of a GPU over all workers, in place.
 
-        All workers get the same bits: NCCL adds each value in one place. The result waits for it.
+        All workers get the same bits, since NCCL adds each value on one of them. Returns a function
+        that waits.
         """
-        # as a ring sends and receives it
+        # as sent and received by a ring
         length = 2 * sum(each.nbytes for each in totals) * (self.size - 1) // self.size
         return self._on_devices("all-reduce", length, lambda: wire.all_reduce(totals, self.handle))
 
     def _on_devices(
         self, name: str, length: int, start: Callable[[], Callable[[], None]]
     ) -> Callable[[], None]:
-        """Start a collective of NCCL that sends so many bytes; what lets the GPU wait for it.
+        """Start a collective of NCCL; return a function that lets the GPU wait for it.
 
         Args:
-            name: of the collective, for traces.
-            length: how many bytes it sends, and receives.
-            start: starts it, and gives what waits.
+            name: the name of the collective, for traces.
+            length: the number of bytes that it sends, and receives.
+            start: starts it, and returns a function that waits.
         """
         traffic, key = self._membership.traffic, self._next_key()
         traffic.messages += 1
@@ -300,7 +300,7 @@ class Group:
         return arrive
 
     def all_gather(self, *parts: Tensor) -> list[Tensor]:
-        """Contiguous tensors of GPUs, alike on all workers: for each, a row of every worker's."""
+        """Gather contiguous tensors of GPUs, of equal form on all workers, as rows by worker."""
         length = sum(each.nbytes for each in parts) * (self.size - 1)
         found: list[Tensor] = []
 
@@ -319,14 +319,14 @@ class Group:
         device: torch.device,
         dense: bool = False,
     ) -> None:
-        """The same, waited for: small messages between workers of one host take a short way."""
+        """Exchange and wait; small messages between workers of one host take a shortcut."""
         ways, host = self._ways, self._ways.host
         if ways.all_near and host is not None and device.type == "cpu":
             key = self._key()
             self._watch.check()
             try:
                 has_begun = host.begin_swap(key, sends, receives)
-            except BaseException:  # others hear why, and go on to the next number
+            except BaseException:  # others are told why, and go on to the next number
                 self._next_key()
                 raise
             if has_begun:
@@ -340,10 +340,10 @@ class Group:
     def program(
         self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take], early: bool = False
     ) -> CopyProgram | None:
-        """An exchange with workers of this host alone, prepared, if it can be.
+        """Prepare an exchange among workers of this host, if that is possible.
 
         Args:
-            dtype, gives, takes: what goes and comes.
+            dtype, gives, takes: as those of `Host.program`.
             early: whether it is started before it is waited for.
         """
         ways = self._ways
@@ -353,15 +353,15 @@ class Group:
         return ways.host.program(self._code, dtype, gives, takes, early)
 
     def take_room(self, program: CopyProgram) -> Tensor:
-        """Where the engine packs what others read of an exchange."""
+        """Memory in which the engine packs what others read."""
         assert self._ways.host is not None
         return self._ways.host.take_room(program.room)
 
     def follow(self, program: CopyProgram, y: Tensor, x: Tensor, room: Tensor | None = None) -> int:
-        """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
+        """Run a prepared exchange from x to y, plain tensors, as far as it goes without waiting.
 
-        How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`. `room` is
-        from `take_room`.
+        Returns the number of completed receives, NOTHING or UNREAD; the rest is left to `finish`.
+        `room` is from `take_room`.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
@@ -375,7 +375,7 @@ class Group:
         except KeyboardInterrupt as error:
             self._break(error)
             raise
-        if self._watch.alarm[0]:  # who was read from may have gone on after it gave the alarm
+        if self._watch.alarm[0]:  # a worker that was read may have gone on after raising the alarm
             self._watch.raise_broken()
         if num_received != NOTHING:
             if not tag:
@@ -391,10 +391,10 @@ class Group:
     def repeating(
         self, program: CopyProgram, x: Tensor, y: Tensor, earlier: Again | None
     ) -> Again | None:
-        """What makes a prepared exchange again, from tensors that lie as x to new ones as y.
+        """Return a function that repeats a prepared exchange, from tensors like x to new ones.
 
-        It does what `follow` does, and finds out whether it may; what is left is for `finish`. None
-        if there is no such thing. `earlier` is the same for tensors that lie otherwise.
+        The function does the same as `follow`, and checks whether it may; the rest is left to
+        `finish`. None if it cannot be made. `earlier` is the same for tensors of other strides.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
@@ -409,9 +409,9 @@ class Group:
         own: Tensor | None,
         room: Tensor | None = None,
     ) -> None:
-        """Take what an exchange of x still waits for, and wait until others have read x.
+        """Complete the receives of an exchange of x, and wait until others have read x.
 
-        And `room`, in which parts of it may be packed.
+        They may also read `room`, in which parts of x are packed.
         """
         ways, key, host = self._ways, self._key(begun=1), self._ways.host
         assert host is not None
@@ -424,15 +424,15 @@ class Group:
                 host.wait((), unread, ways.others)
 
         self.attempt(take)
-        if room is not None:  # nobody reads there any more
+        if room is not None:  # nobody reads it any more
             host.give_back(room)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of a small tensor over the group, on every worker of it."""
+        """The sum of a small tensor over the group, on every worker."""
         if self.size == 1:
             return value
         value = value.contiguous()
-        # All copies, and added by torch in one order: the sum is the same on all, bit by bit.
+        # Each worker adds all copies in the same order: the sum is the same on all, bit by bit.
         copies = value.new_empty((self.size, *value.shape))
         program, num_received = None, NOTHING
         if is_plain(value) and value.numel():
@@ -452,7 +452,7 @@ class Group:
         return copies.sum(0)
 
     def _sum_by_hosts(self, value: Tensor) -> Tensor:
-        """The same: within each host first, then over hosts, in one order on all workers."""
+        """Sum within each host first, then over hosts, in the same order on all workers."""
         worker, device = self._ways.worker, value.device
         here = next(each for each in self._by_host if worker in each)
         firsts = [each[0] for each in self._by_host]
@@ -469,15 +469,15 @@ class Group:
         return total
 
     def share_words(self, words: Sequence[int]) -> bytes:
-        """Every worker's words, at most `NUM_WORDS`, as the bytes of an int64 array in group order.
+        """Gather every worker's words, at most `NUM_WORDS`, as the bytes of an int64 array.
 
-        This is how workers agree before data moves. All such messages have one length, so that
-        workers that mean different things by theirs can find out.
+        This is how workers agree before data moves. All such messages have the same length, so that
+        workers that make different calls can find out. The array is in group order.
         """
         return self.share(packed_words(words))
 
     def share(self, said: bytes) -> bytes:
-        """The same, of words that were packed."""
+        """The same for words that are already packed."""
         if self.size == 1:
             return said
         if self._watch.alarm[0]:
@@ -485,14 +485,14 @@ class Group:
         self._membership.traffic.agreements += 1
         number, ways = self.num_exchanges, self._ways
         self.num_exchanges += 1
-        call = ~(number << 1 | 1)  # less than 0, which no backward pass has
+        call = ~(number << 1 | 1)  # negative, unlike those of backward passes
         key = self._code, call
         if self._by_host:
             attempt = self.attempt if self._is_linked else partial(self._attempt_far, key=key)
             return attempt(lambda: self._share_by_hosts(said, number, key))
         if not ways.all_near:
             return self.attempt_by_wire(lambda: self._share_by_wire(said, number), key)
-        # Through memory: by the engine, and what it does not get, message by message.
+        # Through memory: by the engine, and the rest message by message.
         host, num_received, heard = ways.host, NOTHING, b""
         assert host is not None
         if self._agreement is not None:
@@ -508,7 +508,7 @@ class Group:
     def _share_rest(
         self, host: Host, key: Key, said: bytes, num_received: int, heard: bytes
     ) -> bytes:
-        """Share what the engine has left."""
+        """Exchange the words that the engine has not received."""
         ways, length = self._ways, len(said)
         sent = host.say_words(key, said, ways.others) if num_received < 0 else []
         parts = [heard[at : at + length] for at in range(0, max(num_received, 0) * length, length)]
@@ -518,7 +518,7 @@ class Group:
         return b"".join([*parts, *(came.get(worker, said) for worker in missing)])
 
     def _share_by_wire(self, said: bytes, number: int) -> bytes:
-        """Share through `torch.distributed`, with the number of the exchange."""
+        """Share words through `torch.distributed`, with the number of the exchange."""
         words = array("q", [number, *array("q", said)])
         everyones = wire.share_words(words, self.size, self._control_device, self.handle)
         rows = np.frombuffer(everyones, np.int64).reshape(self.size, -1)
@@ -526,16 +526,16 @@ class Group:
         return rows[:, 1:].tobytes()
 
     def _compare_numbers(self, number: int, numbers: dict[int, int]) -> None:
-        """Raise if workers have made other exchanges before this one than others."""
+        """Raise if the number of exchanges before this one differs between workers."""
         if any(each != number for each in numbers.values()):
             done = ", ".join(f"{count} on worker {worker}" for worker, count in numbers.items())
             text = f"{DIFFERENT}: the exchanges before this one were {done}"
             raise OutOfStep((self._code, -1), (self._code, -1), text)
 
     def _share_by_hosts(self, said: bytes, number: int, key: Key) -> bytes:
-        """Share with one message from host to host: the first worker of each speaks for all of it.
+        """Share words with one message from host to host, by the first worker of each host.
 
-        Between hosts the number comes with the words, so that one that differs is seen at once.
+        Between hosts the number of the exchange is sent along, so that a difference shows at once.
         """
         ways, length = self._ways, len(said) // 8
         here = next(each for each in self._by_host if ways.worker in each)
@@ -568,12 +568,12 @@ class Group:
     def _swap_words(
         self, ours: Tensor, others: Sequence[tuple[int, int]], key: Key
     ) -> dict[int, np.ndarray]:
-        """What the first workers of other hosts say, by worker, who hear what this one says.
+        """Exchange words with the first workers of other hosts; return theirs by worker.
 
         Args:
-            ours: what it says.
-            others: who they are, and how many words come from each.
-            key: of the messages.
+            ours: the words of this worker.
+            others: the other workers, and how many words come from each.
+            key: the key of the messages.
         """
         firsts = [first for first, _ in others]
         if self._is_linked:
@@ -590,28 +590,28 @@ class Group:
 
     @cached_property
     def _is_linked(self) -> bool:
-        """Whether the first workers of the hosts of this group have connections of their own."""
+        """Whether the first workers of the hosts of this group are linked."""
         return all(each[0] in self._membership.linked for each in self._by_host)
 
     @cached_property
     def _by_host(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of this group by hosts; empty if that makes no difference."""
+        """The workers of this group by host; empty if that makes no difference."""
         hosts, found = self._membership.hosts, dict[int, list[int]]()
         if not hosts or self.handle is None or self._control_device.type != "cpu":
             return ()
         for worker in self.workers:
             found.setdefault(hosts[worker], []).append(worker)
-        # Gloo has a collective of its own for workers each of which is alone on its host
+        # workers that are each alone on their host use a collective of Gloo instead
         least = self.size if self._membership.mpi is None else self.size + 1
         return tuple(map(tuple, found.values())) if 1 < len(found) < least else ()
 
     @cached_property
     def _agreement(self) -> CopyProgram | None:
-        """The exchange of everybody's words."""
+        """The program that exchanges the words of all workers."""
         return self._spreading(torch.int64, NUM_WORDS)
 
     def _spreading(self, dtype: torch.dtype, length: int) -> CopyProgram | None:
-        """The exchange of so many values of everybody, which come one after the other."""
+        """The program by which all workers get so many values of each, in order."""
         key = dtype, length
         if key not in self._spreads:
             if len(self._spreads) >= MOST_PROGRAMS:
@@ -621,12 +621,12 @@ class Group:
             gives = [(worker, said) for worker in self.workers]
             takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
             program = self.program(dtype, gives, takes)
-            # What is so large that others would read it in this worker's memory goes another way.
+            # Values so large that others would read them from this worker's memory go another way.
             self._spreads[key] = None if program is not None and program.readers else program
         return self._spreads[key]
 
     def check_same_call(self, codes: np.ndarray, call: str | Callable[[], str]) -> None:
-        """Raise ValueError on every worker if the numbers for what they call differ."""
+        """Raise ValueError on every worker if the codes of their calls differ."""
         if (codes == codes[0]).all():
             return
         calls = self.share_objects(call if isinstance(call, str) else call())
@@ -644,10 +644,10 @@ class Group:
         raise error
 
     def number_call(self) -> None:
-        """Count a call that all workers agreed on; those of each group have the same count.
+        """Count a call that all workers agreed on; all workers of a group have the same count.
 
-        A group inside of this one counts it, too: some of its workers may agree with others at
-        times, and what they count alone must not be in its number.
+        Groups within this one count it, too. Groups that contain it do not, since only some of
+        their workers made the call.
         """
         for group in self.within:
             group.num_calls += 1
@@ -655,28 +655,28 @@ class Group:
     def give_up(self, error: BaseException) -> None:
         """Note that an exception has left a call that the workers had agreed on.
 
-        If it has on all of them, they go on in step: numbers grow to the next multiple, which is
-        the same wherever in the call each of them was. Else the numbers of this worker differ from
-        those of the others, who then learn of the exception, rather than take the messages of
+        If it has on all of them, they stay in step: counters advance to the next multiple, which is
+        the same wherever in the call each worker was. Else the counters of this worker differ from
+        those of the others, which then report the exception instead of mistaking the messages of
         another call for those of this one.
         """
         if type(error).__name__ == "_StopRecomputationError":
-            return  # by which torch ends the recomputation of a checkpoint, after the exchange
+            return  # torch ends the recomputation of a checkpoint by it, after the exchange
         for group in self.within:
             group.num_calls = (group.num_calls // _LEAP + 1) * _LEAP
         if tells_errors.get():
-            return  # the others hear of it in the place of the next exchange, which has its number
+            return  # the others hear of it in place of the next exchange, which has its number
         for group in self.within:
             group.num_exchanges = (group.num_exchanges // _LEAP + 1) * _LEAP
         self._watch.give_up([(each._code, each.num_exchanges) for each in self.within], error)
 
     def share_objects(self, item: Any) -> list[Any]:
-        """Every worker's item in group order; slow, for set-up and for the text of errors."""
+        """Gather every worker's item in group order; slow, for set-up and texts of errors."""
         if self.handle is None:
             return [item]
         device = wire.control_device(self.handle)
         said = wire.said(item)
-        # what is wrong with an item is found after the exchange, which was completed
+        # errors in an item are raised after the exchange, so that it is complete
         return wire.told(self.attempt_by_wire(lambda: wire.share_bytes(said, device, self.handle)))
 
     @cached_property
@@ -690,7 +690,7 @@ class Group:
         return wire.control_device(self.handle)
 
     def _count(self, sends: Iterable[SendBuffer], receives: Iterable[ReceiveBuffer]) -> None:
-        """Add what travels to the totals: not what stays on this worker."""
+        """Add messages to the totals, except those that stay on this worker."""
         totals, worker, hosts = self._membership.traffic, self._ways.worker, self._membership.hosts
         for sent in sends:
             if sent.worker != worker:
@@ -704,21 +704,21 @@ class Group:
                 totals.bytes_received += received.place.nbytes
 
     def attempt(self, communicate: Callable[[], T], starts: bool = False) -> T:
-        """Do something with others; say which worker is gone if it could not be done.
+        """Communicate with others; name the worker that is gone if that fails.
 
-        Then the job is broken, unless all who wait for this worker know of it already.
+        After a failure the job is broken, unless all that wait for this worker know of it already.
 
         Args:
-            communicate: what is done.
-            starts: whether messages are only started: of one that cannot be written, its receiver
-                hears.
+            communicate: the function that communicates.
+            starts: whether messages are only started: if one cannot be written, its receiver is
+                told.
         """
         watch = self._watch
         if watch.alarm[0]:
             watch.raise_broken()
         try:
             result = communicate()
-            if watch.alarm[0]:  # who was read from may have gone on after it gave the alarm
+            if watch.alarm[0]:  # a worker that was read may have gone on after the alarm
                 watch.raise_broken()
             return result
         except NotSent as error:
@@ -732,13 +732,13 @@ class Group:
             raise lost from error
         except RuntimeError as error:
             line = str(error).strip().partition("\n")[0] or repr(error)
-            if watch.is_broken():  # and another worker has closed the connection for that
+            if watch.is_broken():  # so another worker has closed the connection
                 raise WorkerLost(watch.why()) from error
             if not any(sign in line.lower() for sign in _SIGNS_OF_LOSS):
                 if not starts:
                     self._break(error)
                 raise
-            # A process that ends closes its connections before the system says that it has ended.
+            # A process that ends closes its connections before the system reports its end.
             gone = self._membership.gone(self.workers, seconds=0.5)
             who = (
                 f"worker {', '.join(map(str, gone))}" if gone else f"one of {listing(self.workers)}"
@@ -755,13 +755,13 @@ class Group:
             raise
 
     def attempt_by_wire(self, communicate: Callable[[], T], key: Key | None = None) -> T:
-        """The same with `torch.distributed`, while the watch looks after this worker.
+        """Like `attempt`, through `torch.distributed`, while the watch checks on this worker.
 
-        It cannot look itself for as long as torch waits.
+        The worker itself cannot look while torch waits.
         """
         others = self._ways.others
 
-        def interrupt() -> None:  # the job is broken: waits for messages of this group end
+        def interrupt() -> None:  # the job is broken: end waits for messages of this group
             wire.close(self.handle, others[0])
 
         wait = self._watch.begin(key or self._key(), others, interrupt)
@@ -771,19 +771,19 @@ class Group:
             self._watch.finish(wait)
 
     def _attempt_far(self, communicate: Callable[[], T], key: Key) -> T:
-        """The same with other hosts, by MPI, where this worker can look itself, or by Gloo."""
+        """Like `attempt`, with other hosts: by MPI, where this worker looks itself, or by Gloo."""
         if self._ways.mpi is not None:
             return self.attempt(communicate)
         return self.attempt_by_wire(communicate, key)
 
     def _key(self, begun: int = 0) -> Key:
-        """What messages carry now: the group, and the number of the call or of the exchange."""
+        """The key of messages now: the group, and the number of the call or of the exchange."""
         return self._code, self._membership.own.tag or ~(self.num_exchanges - begun << 1)
 
     def _next_key(self) -> Key:
-        """The same for an exchange that begins: it is counted, but in a backward pass."""
+        """The key of a new exchange, which is counted unless it is part of a backward pass."""
         key = self._key()
-        if key[1] < 0:  # those of a backward pass have the number of their call
+        if key[1] < 0:  # exchanges of a backward pass have the number of their call
             self.num_exchanges += 1
         return key
 
@@ -797,7 +797,7 @@ class Group:
         self._watch.break_job(text)
 
     def _out_of_step(self, error: OutOfStep) -> WorkerLost:
-        """What it means that a worker sent something else."""
+        """The error that explains why a worker sent something else."""
         other = "another worker" if error.worker is None else f"worker {error.worker}"
         here = f"worker {this_worker()} in {self._watch.describe_this_thread(error.asked)}"
         if error.text:
@@ -812,24 +812,24 @@ class Group:
         return WorkerLost(f"{text}{self._watch.notes()}")
 
     def _watch_device(self, key: Key) -> None:
-        """Look after an exchange that the GPU of this worker waits for, from now on."""
+        """Watch an exchange that the GPU of this worker waits for from now on."""
         if not self._uses_nccl:
             return  # Gloo waits for it on the host
-        if torch.cuda.is_current_stream_capturing():  # all before was waited for, this never runs
+        if torch.cuda.is_current_stream_capturing():  # earlier ones are over, this one never runs
             self._watch.forget_devices()
             return
         self.num_of_devices += 1
-        # Methods, which ask for the handle when they are called: whatever kept it would keep the
-        # threads of a job that has ended.
+        # Methods, which look up the handle when they are called: a reference to it would keep the
+        # threads of a job alive that has ended.
         given = self._ways.others, self._abort, self.num_of_devices, self._ended
         self._watch.note_device(DeviceWait(key, *given))
 
     def _abort(self) -> None:
-        """End exchanges that only GPUs wait for."""
+        """Abort exchanges that only GPUs wait for."""
         device_wait.abort(self.handle)
 
     def _ended(self) -> list[int]:
-        """Those of its workers whose processes have ended."""
+        """The workers of this group on this host whose processes have ended."""
         return self._membership.ended(self.workers)
 
     @cached_property
@@ -845,5 +845,5 @@ keep_unchanged(Host, "follow")
 
 
 def listing(workers: Sequence[int]) -> str:
-    """Workers in the text of an error."""
+    """A list of workers for the text of an error."""
     return "[" + ", ".join(map(str, workers)) + "]"

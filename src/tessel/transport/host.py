@@ -1,4 +1,4 @@
-"""The workers of one host, who exchange CPU tensors through memory that they share."""
+"""Hosts: the workers of one host, which exchange CPU tensors through shared memory."""
 
 from __future__ import annotations
 
@@ -53,36 +53,36 @@ from tessel.transport.wakeup import FOR_GOOD, Wakeup
 from tessel.transport.watch import Wait, Watch
 
 Awaited = tuple[int, ReceiveRequest | ReceiveWords]
-# Bytes from which on receivers read a tensor where it is, if they can: it is copied once instead of
-# twice, and no slot is written whose cache lines another core holds, which can cost five times a
-# copy. The engine prepares such a read sooner than Python does, so that it pays for less.
+# Bytes from which on receivers read a tensor in place, if they can: it is copied once instead of
+# twice, and no slot is written whose cache lines another core holds, which can cost five times as
+# much as a copy. The engine prepares such a read faster than Python, so it pays off earlier.
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
-# Up to so many bytes a worker writes to slots in one exchange all the same, by the engine, which
-# spreads them over places that no core holds: so they are written, and read, four times as fast.
+# Up to so many bytes of an exchange, the engine writes to slots nevertheless: it spreads them over
+# places that no core holds, which makes writes and reads four times as fast.
 MOST_WRITTEN = 2**20
 MOST_PACKED = 2**25  # bytes that a worker packs, and keeps room for; more goes through slots
-ABANDONED = 16  # exchanges that were started, from which on those are looked for that are complete
-Give = tuple[int, Place]  # to a worker, from a place
-Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
-# makes an exchange again: its output, None, or what is left of it (`engine.repeat`)
+ABANDONED = 16  # number of started exchanges from which on complete ones are looked for
+Give = tuple[int, Place]  # the receiver, and the source
+Take = tuple[int, Place, bool]  # the sender, the target, and whether to add
+# repeats an exchange: its output, None, or the rest of it (`engine.repeat`)
 Again = Callable[[Tensor], Any]
 
 
 class Host:
     """This worker's connections to the others of its host.
 
-    Between making it and connecting it the workers tell each other their addresses.
+    Between `__init__` and `connect` the workers exchange their addresses.
 
     Args:
-        workers: of this host, ascending.
-        worker: this one.
+        workers: the workers of this host, ascending.
+        worker: this worker.
     """
 
     def __init__(self, workers: Sequence[int], worker: int) -> None:
         self.workers = tuple(workers)
         self.worker = worker
         self._map = SegmentMap(len(self.workers))
-        # settings that are refused raise before there is memory, whose descriptor would stay open
+        # invalid settings raise before there is memory, whose descriptor would stay open
         self._has_engine = has_engine()
         self._limit = seconds_to_wait()
         allow_siblings()
@@ -93,12 +93,12 @@ class Host:
             if other != worker
         }
         self._incoming: dict[int, Incoming] = {}
-        self._held: set[int] = set()  # workers for whom messages wait for room
-        self._started: list[StartedExchange] = []  # by the engine, and not waited for yet
+        self._held: set[int] = set()  # workers for which messages wait for room
+        self._started: list[StartedExchange] = []  # by the engine, and not finished yet
         self._wakeups: dict[int, Wakeup] = {}
         self._segments = {worker: self._segment}
         self.watch = Watch()
-        # what carries messages to other hosts, if that is ours to do: `Mpi`, which knows this class
+        # carries messages to other hosts by MPI, if any: `Mpi`, which imports this class
         self.far: Any = None
         self._processes: dict[int, PeerProcess] = {}
         self._wakeup = Wakeup(self._segment)
@@ -107,10 +107,11 @@ class Host:
         self._room: Tensor | None = None
         self._lock = threading.RLock()  # methods that hold it call each other
         self._owner = os.getpid()
+        self._repeats = array("q", [self._owner])  # the process that repeats exchanges, or 0
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
         self._looks = self._spins or YIELDS
         slot_size = self._map.slot_size
-        self._small = min(LARGE - 1, slot_size)  # bytes of what is sent in one slot
+        self._small = min(LARGE - 1, slot_size)  # bytes of a message that is sent in one slot
         self._small_for_engine = min(LARGE_FOR_ENGINE - 1, slot_size)
 
     def connect(self, addresses: dict[int, Address], processes: dict[int, PeerProcess]) -> None:
@@ -127,16 +128,16 @@ class Host:
 
     @property
     def board(self) -> MemoryBoard:
-        """Where the workers of this host say what they do."""
+        """The board of the workers of this host."""
         return MemoryBoard(self.worker, self._segments, self._wakeups)
 
     def spin_less(self) -> None:
-        """Keep the core for a short time only: others of this host may wait for another host."""
+        """Spin for a short time only, since others of this host may wait for another host."""
         self._spins = min(self._spins, SPINS_FOR_HOSTS)
         self._looks = self._spins or YIELDS
 
     def mix_threads(self) -> None:
-        """Expect nothing of the order of messages: several threads of each worker send them."""
+        """Assume nothing about the order of messages, which several threads of each worker send."""
         for incoming in self._incoming.values():
             incoming.is_ordered = False
 
@@ -152,28 +153,30 @@ class Host:
         return True
 
     def read_directly(self) -> None:
-        """Let receivers copy large tensors from where they lie, since all can."""
+        """Let receivers copy large tensors from the sender's memory, since all can."""
         self._direct = True
 
     def hide(self) -> None:
-        """Close the way to this worker's segment, after all have opened it."""
+        """Hide this worker's segment, after all have opened it."""
         self._segment.hide()
 
     def leave(self, after: int = FOR_GOOD) -> None:
-        """Tell the others that this worker sends and takes nothing more, or is back again.
+        """Tell the others that this worker sends and receives nothing more, or is back again.
 
         Args:
             after: the number of the program that has ended; 0 for a worker that is back.
         """
         if os.getpid() != self._owner:
-            return  # the end of a fork is not that of the worker
+            return  # the end of a fork is not the end of the worker
         self.hide()
+        if after == FOR_GOOD:  # the memory of the others goes with this object, not with its moves
+            self._repeats[0] = 0
         self._wakeup.leave(after)
         for wakeup in self._wakeups.values():
             wakeup.notify()
 
     def send(self, key: Key, sends: Iterable[SendBuffer]) -> list[SendRequest | Rendezvous]:
-        """Send what finds room now; the rest goes while this worker waits for something."""
+        """Send messages as far as there is room; the rest is sent while this worker waits."""
         self._check_owner()
         messages: list[SendRequest | Rendezvous] = []
         waiting = deque(sends)
@@ -189,7 +192,7 @@ class Host:
                         message = SendRequest(key, worker, tensor, self._map.slot_size)
                     self._send(message)
                     messages.append(message)
-            except BaseException as error:  # all who wait for something of it hear that
+            except BaseException as error:  # tell all receivers that wait for one of them
                 for worker, tensor in waiting:
                     self._send(failed_message(key, worker, tensor.nbytes, error))
                 raise
@@ -203,15 +206,15 @@ class Host:
         takes: Sequence[Take],
         early: bool = False,
     ) -> CopyProgram | None:
-        """An exchange prepared for the engine, if there is one and it can make it.
+        """Prepare an exchange for the engine, if there is one and it can make it.
 
         Args:
-            code: of the group.
-            dtype: of the tensors.
-            gives: what goes to others of this host, and to this worker itself, at most once each.
-            takes: what comes, in the order in which it is put there.
-            early: whether it is started before it is waited for. What fits a slot goes through it
-                then: the sender would have to wait until the receiver comes to read it.
+            code: the code of the group.
+            dtype: the dtype of the tensors.
+            gives: the sends to workers of this host, including this one, at most one for each.
+            takes: the receives, in the order in which they are written.
+            early: whether it is started before it is waited for. Messages that fit into a slot then
+                use it, since the sender would have to wait until the receiver reads its memory.
         """
         adds = any(is_added for *_, is_added in takes)
         if not self._has_engine or (adds and dtype not in KINDS):
@@ -226,7 +229,7 @@ class Host:
                 num_bytes = prod(place.shape) * dtype.itemsize
                 step = CopyStep(self._outgoing[worker].words, place.alone, place)
                 if num_bytes > limit:
-                    # Others can read it where it lies if it lies in long runs; else it is packed.
+                    # Others can read it in place if it consists of long runs; else it is packed.
                     is_long = place.run * dtype.itemsize >= SHORTEST
                     end = room if is_long else room + aligned(num_bytes)
                     if not self._direct or (early and not is_long) or end > MOST_PACKED:
@@ -254,7 +257,7 @@ class Host:
         )
 
     def take_room(self, num_bytes: int) -> Tensor:
-        """Where to pack what others read; that of the last exchange, if it was given back."""
+        """Memory in which to pack what others read; that of the last exchange, if given back."""
         with self._lock:
             room, self._room = self._room, None
         if room is None or room.numel() < num_bytes:
@@ -263,12 +266,12 @@ class Host:
         return room
 
     def give_back(self, room: Tensor) -> None:
-        """Keep a room that nobody reads for the next exchange."""
+        """Keep memory that nobody reads any more for the next exchange."""
         self._room = room
 
     def follow(self, program: CopyProgram, y: int, x: int, call: int, room: int = 0) -> int:
-        """Let the engine make an exchange; how many receives are done, NOTHING or UNREAD."""
-        if os.getpid() != self._owner:  # what is called most does not call this
+        """Let the engine make an exchange; return the completed receives, NOTHING or UNREAD."""
+        if os.getpid() != self._owner:  # saves a call in the most frequent case
             self._check_owner()
         with self._lock:
             return engine.run(program.address, y, x, call, room)
@@ -284,38 +287,39 @@ class Host:
         watch: Watch,
         earlier: Again | None,
     ) -> Again | None:
-        """What lets the engine make an exchange again, and all that leads to it; None if it cannot.
+        """Return a function by which the engine repeats an exchange; None if it cannot.
 
         Args:
-            program, x, y: of the exchange: it is repeated for tensors that lie as x does.
-            group: whose exchanges it counts.
-            own: what each thread has for itself, as the tag of its messages.
-            counted: where messages and their bytes are counted.
-            watch: has the alarm.
-            earlier: the same for tensors that lie otherwise.
+            program, x, y: the exchange, which is repeated for tensors with the strides of x.
+            group: the group that counts its exchanges.
+            own: the state of each thread, which has the tag of its messages.
+            counted: the words that count messages and their bytes.
+            watch: the watch, which has the alarm.
+            earlier: the same for tensors with other strides.
         """
         if program.room:
             return None
         lies = y.shape, y.stride()
         make = partial(torch.empty_strided, *lies, dtype=y.dtype, device="cpu")
-        # One number that stands for all of them: how it lies is all that is asked of it, and room
-        # for another output would be taken where it is scarce.
+        # A single number expanded to the shape of the output: only its strides are used, and
+        # another output would take memory where it may be scarce.
         with torch.inference_mode(False):
             if y.numel() > 1:
                 like = torch.empty((), dtype=y.dtype, device="cpu").expand(y.shape)
-            else:  # whose strides say nothing
+            else:  # expanding would change nothing
                 like = torch.empty_like(y)
         if torch.empty_like(like, device="meta").stride() == y.stride():
-            make = partial(torch.empty_like, like)  # in half of the time
-        alarm_at, counted_at = (
-            int(np.frombuffer(words, np.int64).ctypes.data) for words in (watch.alarm, counted)
+            make = partial(torch.empty_like, like)  # takes half of the time
+        words = watch.alarm, counted, self._repeats
+        alarm_at, counted_at, process_at = (
+            int(np.frombuffer(each, np.int64).ctypes.data) for each in words
         )
         return engine.repeat(
             *(x, make, program.address, program),
-            (alarm_at, counted_at, program.bytes_sent, program.bytes_received, self._owner),
+            (alarm_at, counted_at, program.bytes_sent, program.bytes_received, process_at),
             (group, own, self._lock.acquire, self._lock.release, watch.raise_broken),
             is_pinned if program.readers else None,
-            *(watch.alarm, counted, earlier),
+            *(*words, earlier),
         )
 
     def start(
@@ -326,11 +330,11 @@ class Host:
         x: Tensor,
         receives: Sequence[ReceiveBuffer],
     ) -> StartedExchange | None:
-        """Let the engine send from x, and take what comes to y when it looks; None if it cannot.
+        """Let the engine send from x, and receive in y whenever it looks; None if it cannot.
 
         Args:
-            program: of the exchange, which adds nothing.
-            key: of the messages.
+            program: the program of the exchange, which adds nothing.
+            key: the key of the messages.
             y, x: plain tensors.
             receives: the places in y, in the order of the program.
         """
@@ -343,14 +347,14 @@ class Host:
             for number, buffer in enumerate(receives):
                 if buffer.worker != self.worker:
                     self._incoming[buffer.worker].posted.append((started, number))
-            if len(self._started) >= ABANDONED:  # an exception may have left a call
+            if len(self._started) >= ABANDONED:  # calls may have been left by exceptions
                 for each in filter(self._is_complete, [*self._started]):
                     self._forget(each)
             self._started.append(started)
         return started
 
     def finish(self, started: StartedExchange, group: Sequence[int]) -> None:
-        """Wait until all of an exchange has come, and others have read what they read of it."""
+        """Wait until all messages of an exchange have come, and others have read theirs."""
         awaited: list[Awaited] = []
         unread: list[Rendezvous] = []
         program, channels = started.program, self._channels.buffer_info()[0]
@@ -371,7 +375,7 @@ class Host:
             self._forget(started)
 
     def _forget(self, started: StartedExchange) -> None:
-        """Let go of an exchange that is complete."""
+        """Forget an exchange that is complete."""
         for number, buffer in enumerate(started.receives):
             if buffer.worker != self.worker:
                 posted = self._incoming[buffer.worker].posted
@@ -381,7 +385,7 @@ class Host:
             self._started.remove(started)
 
     def _is_complete(self, started: StartedExchange) -> bool:
-        """Whether nothing is missing of an exchange that nobody waits for."""
+        """Whether an exchange is complete, without waiting for it."""
         requests = started.requests
         return all(
             requests[number].is_done if number in requests else started.has_come(number)
@@ -389,7 +393,7 @@ class Host:
         ) and all(self._outgoing[worker].was_read(filled) for worker, filled in started.readers)
 
     def share(self, program: CopyProgram, said: bytes, size: int, call: int) -> tuple[int, bytes]:
-        """The same with bytes, of which `size` times as many come."""
+        """Let the engine exchange bytes; `size` times as many come back."""
         if os.getpid() != self._owner:
             self._check_owner()
         with self._lock:
@@ -398,12 +402,12 @@ class Host:
     def await_readers(
         self, key: Key, readers: Iterable[tuple[int, int]], *read: Tensor
     ) -> list[Rendezvous]:
-        """What others still have to read, which the messages keep alive until then.
+        """Return messages for tensors that others still have to read, which keep them alive.
 
         Args:
-            key: of the messages.
-            readers: who reads, and how many slots were filled with it; 0 for what came last.
-            read: the tensors.
+            key: the key of the messages.
+            readers: the readers, and the number of slots filled including theirs; 0 for the last.
+            read: the tensors that they read.
         """
         unread = []
         with self._lock:
@@ -417,21 +421,22 @@ class Host:
     def begin_swap(
         self, key: Key, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer]
     ) -> bool:
-        """Send what fits slots, for `take` to wait for what comes; False if there is no room.
+        """Send messages that fit into slots, before `take` receives; False if there is no room.
 
-        Nobody waits for a worker that waits here: what it sends is on its way before.
+        Nobody waits for a worker that waits in `take`, since it has sent everything before.
 
         Args:
-            key: of the messages.
-            sends: to others of this host, and to this worker itself.
-            receives: from the same.
+            key: the key of the messages.
+            sends: the sends to workers of this host, including this one.
+            receives: the receives from the same.
         """
         self._check_owner()
         messages = []
         if any(buffer.place.nbytes > self._small for buffer in receives):
             return False
         with self._lock:
-            # Messages must not overtake those that wait for room, nor be taken before earlier ones.
+            # Messages must not overtake those that wait for room, nor be received before earlier
+            # ones.
             if self._held or not all(each.is_quiet for each in self._incoming.values()):
                 return False
             for worker, tensor in sends:
@@ -455,7 +460,7 @@ class Host:
     def take(
         self, key: Key, receives: Sequence[ReceiveBuffer], own: Tensor | None, group: Sequence[int]
     ) -> None:
-        """Take what comes, in order; `own` is what this worker gives itself."""
+        """Receive messages in order; `own` is this worker's message to itself."""
         waiting = deque(receives)
         try:
             while waiting:
@@ -464,13 +469,13 @@ class Host:
                     self._take(key, buffer, group)
                 elif own is not None:
                     buffer.put(own)
-        except BaseException:  # what still comes must not be taken for an answer to the next call
+        except BaseException:  # late messages must not be taken for those of the next call
             self.expect(key, waiting, False)
             raise
 
     def _take(self, key: Key, buffer: ReceiveBuffer, group: Sequence[int]) -> None:
-        """Wait for what fits a slot most likely, and put it into its place."""
-        # By itself, since benchmarks count its time as waiting.
+        """Wait for a message that most likely fits into a slot, and copy it to its place."""
+        # A separate function, since benchmarks count its time as waiting.
         worker, place, adds = buffer
         channel, num_bytes = self._incoming[worker], place.nbytes
         for _ in range(1 if self._has_engine else self._looks):  # the engine looks again, below
@@ -478,14 +483,14 @@ class Host:
                 taken = channel.take(key, place, adds, num_bytes)
             if taken:
                 return
-            if taken is None:  # something else came first
+            if taken is None:  # another message came first
                 break
             if not self._spins:
                 os.sched_yield()
         self.wait(self.expect(key, [buffer], False), (), group)
 
     def expect(self, key: Key, receives: Iterable[ReceiveBuffer], ordered: bool) -> list[Awaited]:
-        """Name the places for what is to come, all open at once, or closed until opened."""
+        """Request messages, with all places open at once, or closed until opened."""
         awaited: list[Awaited] = []
         with self._lock:
             for worker, place, adds in receives:
@@ -497,7 +502,7 @@ class Host:
         return awaited
 
     def say_words(self, key: Key, words: bytes, others: Sequence[int]) -> list[SendWords]:
-        """Give a few words to others, as far as there is room; `hear_words` waits for the rest."""
+        """Send a few words to others, as far as there is room; `hear_words` sends the rest."""
         self._check_owner()
         said = [SendWords(key, other, memoryview(words).cast("q")) for other in others]
         with self._lock:
@@ -508,13 +513,13 @@ class Host:
     def hear_words(
         self, key: Key, others: Sequence[int], said: Sequence[SendWords], group: Sequence[int]
     ) -> list[bytes]:
-        """Get the words of others, in order, who get those that this worker said."""
+        """Receive the words of others, in order, and finish sending those of this worker."""
         requests = [ReceiveWords(key) for _ in others]
         with self._lock:
             for other, request in zip(others, requests, strict=True):
                 self._incoming[other].expect(request)
-        # what was said must be on its way, too: who waits elsewhere next, say in a collective of
-        # torch, would keep it from somebody who still waits here
+        # wait for the sends, too: a worker that next waits elsewhere, such as in a collective of
+        # torch, would keep its words from workers that still wait here
         self.wait(list(zip(others, requests, strict=True)), said, group)
         return [request.words for request in requests]
 
@@ -524,17 +529,17 @@ class Host:
         messages: Sequence[SendRequest | SendWords | Rendezvous],
         group: Sequence[int],
     ) -> None:
-        """Until all that is awaited has come and the messages are on their way.
+        """Wait until all awaited messages have come and this worker's have been sent.
 
         Args:
-            awaited: what is to come.
-            messages: of this worker.
-            group: who takes part, so that the death of one makes the wait vain.
+            awaited: the awaited messages.
+            messages: the messages of this worker.
+            group: the workers that take part; the death of one ends the wait.
         """
         backoff = Backoff(self._wakeup, self._spins)
         wait: Wait | None = None
         try:
-            while True:  # what happens may be the doing of another thread
+            while True:  # another thread may make the progress
                 for worker, request in awaited:
                     if request.failure:
                         raise NotSent(
@@ -547,13 +552,13 @@ class Host:
                     break
                 if self._progresses(awaited):
                     backoff.end()
-                    if wait is not None:  # the next one is another
+                    if wait is not None:  # the next one counts as a new wait
                         self.watch.finish(wait)
                         wait = None
                 elif self._rests(backoff, awaited) and not self._progresses(awaited):
                     needed = [*(who for who, _ in awaited), *(each.worker for each in messages)]
                     self.check_alive(needed, group, backoff.seconds)
-                    if wait is None:  # it has lasted a nap: the watch is to know of it
+                    if wait is None:  # it has lasted a nap: tell the watch
                         key = awaited[0][1].key if awaited else messages[0].key
                         wait = self.watch.begin(key, needed)
                     wait.beats += 1
@@ -563,10 +568,10 @@ class Host:
                 self.watch.finish(wait)
 
     def check_alive(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
-        """Raise WorkerLost if what this worker waits for will not come."""
+        """Raise WorkerLost if an awaited message will not come."""
         self.watch.check()
         for worker in needed:
-            # One that has ended the program before may not have heard of the present one yet.
+            # A worker that ended the previous program may not have noticed the present one yet.
             has_left = self._wakeups[worker].left_after >= endings.program
             if has_left and not self._incoming[worker].has_something:
                 raise self._lost([worker], self.watch.how_it_ended(worker))
@@ -581,13 +586,13 @@ class Host:
             raise self._lost(stopped or needed, f"timed out, {state} for {seconds:.0f} s")
 
     def _progresses(self, awaited: Sequence[Awaited]) -> bool:
-        """Send what waits for room, and take what came; whether there was anything."""
+        """Send waiting messages and receive those that came; return whether there were any."""
         moved = self.far is not None and self.far.progress()
         with self._lock:
             moved = self.push_held() or moved
             for worker, _ in awaited:
                 moved = self._pull(worker) or moved
-            # Others may wait until this worker has read what they keep for it.
+            # Others may wait until this worker has read their memory.
             if not moved and self._direct:
                 for worker, incoming in self._incoming.items():
                     if incoming.is_asked:
@@ -595,11 +600,11 @@ class Host:
         return moved
 
     def _rests(self, backoff: Backoff, awaited: Sequence[Awaited]) -> bool:
-        """Pause between two looks in vain; whether this was a whole nap in which nothing came."""
+        """Pause between two looks in vain; return whether nothing came during a whole nap."""
         is_busy = self.far is not None and self.far.is_busy
         if is_busy or not self._has_engine:
             return backoff.pause(is_busy)
-        with self._lock:  # all that `_progresses` looked at
+        with self._lock:  # everything that `_progresses` looked at
             come = {worker for worker, _ in awaited}
             if self._direct:
                 come |= {w for w, incoming in self._incoming.items() if incoming.is_asked}
@@ -608,7 +613,7 @@ class Host:
         return backoff.await_any(ends)
 
     def push_held(self) -> bool:
-        """Send what waits for room; whether there was any."""
+        """Send messages that wait for room; return whether any was sent."""
         if not self._held:
             return False
         moved = False
@@ -626,7 +631,7 @@ class Host:
         except OutOfStep as error:
             error.worker = worker
             raise
-        except OSError as error:  # the memory of a process that ends cannot be read
+        except OSError as error:  # the memory of a process that has ended cannot be read
             raise self._lost([worker], str(error)) from error
 
     def _send(self, message: Outbound) -> None:

@@ -1,4 +1,4 @@
-"""The job that this process belongs to: its groups, made in one agreed order and kept."""
+"""The job of this process: its groups, made in one agreed order and kept."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CHECK = "TESSEL_CHECK"
 
 
 def start(backend: str | None = None) -> bool:
-    """Join the job that the launcher's environment describes, unless that has happened.
+    """Join the job that the launcher's environment describes, unless already joined.
 
     Args:
-        backend: "gloo" or "nccl" if it is joined now; None for what fits the devices.
+        backend: "gloo" or "nccl" if it is joined now; None for the one that fits the devices.
 
     Returns:
-        Whether it was joined now.
+        Whether it was joined by this call.
     """
     keep_memory()
     joins = world.join(backend)
@@ -53,16 +53,16 @@ def start(backend: str | None = None) -> bool:
     return joins
 
 
-# Once in a process: what its user sets afterwards stays.
+# Once in a process, so that settings that its user makes afterwards stay.
 keep_memory = functools.cache(keep_freed_memory)
 
 
 def _leave_at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # what has ended the program, if Python has shown it
+    error = getattr(sys, "last_value", None)  # the exception that ended the program, if any
     if _current is not None and _current.membership.mpi is not None:
         watch = _current.membership.watch
         if watch.alarm[0]:
-            # MPI waits for all processes before the first may end: for ever, if one has stopped.
+            # MPI waits for all processes before the first may end: forever, if one is stopped.
             limit = seconds_to_wait()
             _end_program(error)
             if not watch.have_all_ended(limit):
@@ -73,7 +73,7 @@ def _leave_at_exit() -> None:
 def leave(error: BaseException | None = None) -> None:
     """Leave the job: destroy its groups, and forget them, so that their threads can end.
 
-    Others who wait for this worker hear of the error that makes it leave.
+    Others that wait for this worker are told of the error that makes it leave.
     """
     global _current
     if _current is not None:
@@ -91,12 +91,12 @@ def total_traffic() -> Traffic:
 
 
 def look_for_job() -> None:
-    """Notice that the job is another one: what was kept of the last ends with it."""
+    """Notice a new job: whatever was kept in the last one is dropped."""
     _job()
 
 
 def hosts() -> tuple[int, ...]:
-    """For each worker of the job the number of its host; empty if all run on one."""
+    """The number of its host for each worker of the job; empty if all run on one."""
     return _job().membership.hosts
 
 
@@ -106,7 +106,7 @@ def shares_memory() -> bool:
 
 
 class Tagged:  # a generator would take 2 µs more in each backward pass
-    """Let messages carry the number of a call: they wait for those of the same call only."""
+    """Let messages carry the number of a call: they match only messages of the same call."""
 
     __slots__ = ("_before", "_call", "_own")
 
@@ -121,9 +121,9 @@ class Tagged:  # a generator would take 2 µs more in each backward pass
 
 
 def kept_in_job(function: F) -> F:
-    """Remember the results of a function until this process starts or leaves a job.
+    """Cache the results of a function until this process starts or leaves a job.
 
-    For what depends on the number of this worker, or holds groups: both end with the job.
+    For results that depend on the rank of this worker or hold groups: both end with the job.
     """
     remembering = functools.lru_cache(maxsize=4096)(function)
     _memories.append(remembering.cache_clear)
@@ -134,7 +134,7 @@ _memories: list[Callable[[], None]] = []
 
 
 def when_joined(listener: Callable[[], None]) -> None:
-    """Call a function whenever this process joins a job, on all of its workers before they move."""
+    """Call a function whenever this process joins a job, on all workers before data is sent."""
     _listeners.append(listener)
 
 
@@ -151,16 +151,17 @@ def group_of(workers: Iterable[int]) -> Group:
 
 
 def chosen_transport() -> str:
-    """How workers exchange CPU tensors: what TESSEL_TRANSPORT says.
+    """How workers exchange CPU tensors, by TESSEL_TRANSPORT.
 
-    In a host by shared memory, unless it is "gloo". Between hosts by MPI if it is "mpi", by Gloo if
-    it is "shared"; "auto" takes MPI where mpirun has started all workers and mpi4py is installed.
+    Within a host by shared memory, unless it is "gloo". Between hosts by MPI if it is "mpi", by
+    Gloo if it is "shared"; "auto" uses MPI if mpirun has started all workers and mpi4py is
+    installed.
     """
     return chosen(TRANSPORT, TRANSPORTS)
 
 
 def between_hosts() -> str:
-    """What carries CPU tensors to other hosts, and why; before groups are made, what would."""
+    """How CPU tensors are sent to other hosts, or would be before groups are made, and why."""
     job = _job()
     if job.membership.mpi is not None:
         return f"MPI ({job.membership.mpi.library})"
@@ -174,7 +175,7 @@ def between_hosts() -> str:
 
 
 def between_gpus() -> str:
-    """What carries tensors of GPUs between workers of this host, by what they have sent so far."""
+    """How tensors of GPUs are sent between workers of this host, judging by those sent so far."""
     membership = _job().membership
     if world.is_distributed() and wire.moves_on_device(_job().default):
         return "NCCL"
@@ -182,12 +183,12 @@ def between_gpus() -> str:
 
 
 def checks_calls() -> bool:
-    """Whether workers compare what they call at each torch function: what TESSEL_CHECK says."""
+    """Whether workers compare their calls at each torch function, by TESSEL_CHECK."""
     return chosen(CHECK, ("0", "1")) == "1"
 
 
 def can_share_memory() -> bool:
-    """Whether this system has what shared memory needs; else tensors move over Gloo."""
+    """Whether this system supports shared memory; else tensors are sent over Gloo."""
     return semaphore.are_available() and hasattr(os, "memfd_create")
 
 
@@ -198,16 +199,16 @@ LEFT = (
 
 
 def _cut_off(group: Group) -> None:
-    """Take from a group what it sends by, so that threads of the process group can end."""
+    """Remove the transports of a group, so that threads of the process group can end."""
     group.handle = None
     group.__dict__["_ways"] = Unreachable()
 
 
 @dataclass(frozen=True)
 class Unreachable:
-    """In the place of a group, or of what it sends by: every use says why nobody is reached.
+    """Replaces a group or its transports: every use raises and says why nobody is reached.
 
-    What would be sent can be planned for workers that are only supposed, as negative numbers say.
+    Movements can still be planned for placeholder workers, which have negative ranks.
     """
 
     why: str = f"these workers cannot be reached: {LEFT}"
@@ -229,7 +230,7 @@ class _Job:
     default: Any
     membership: Membership = field(default_factory=Membership)
     groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
-    why_gloo: str = ""  # carries what goes to other hosts, and not MPI
+    why_gloo: str = ""  # why Gloo is used between hosts, and not MPI
 
     def group(self, workers: tuple[int, ...]) -> Group:
         if workers not in self.groups:
@@ -264,7 +265,7 @@ class _Job:
         if workers == everyone:
             self._introduce()
             return self.default
-        # All workers of the job make a group together: with different ones in mind, each would wait
+        # All workers of the job make a group together: if they made different ones, each would wait
         # for messages that nobody sends.
         agreement = self.group(everyone)
         call = f"for a partition of workers {listing(workers)}"
@@ -276,7 +277,7 @@ class _Job:
         return handle if this_worker() in workers else None
 
     def _introduce(self) -> None:
-        """Learn the process of every worker, and open the memory of those of this host."""
+        """Get to know the process of every worker, and open the memory of those on this host."""
         everyone = tuple(range(num_workers()))
         agreement = Group(everyone, self.default, self.membership)
         watch = self.membership.watch
@@ -289,13 +290,13 @@ class _Job:
         )
         for number, (_, check, theirs, _, _) in enumerate(said):
             for name, first, value in ((CHECK, said[0][1], check), (TRANSPORT, said[0][2], theirs)):
-                # some may be told to do without shared memory: then nobody shares any
+                # some may be set to use no shared memory: then nobody does
                 if value != first and (name == CHECK or "mpi" in (first, value)):
                     raise ValueError(
                         f"{name} must be the same on all workers: it is {first!r} on worker 0 "
                         f"and {value!r} on worker {number}"
                     )
-        checks_calls()  # raises, on all of them, if it is set to nonsense
+        checks_calls()  # raises, on all workers, if the value is invalid
         self.membership.processes = [process for process, *_ in said]
         names = [process.host for process, *_ in said]
         first = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -306,7 +307,7 @@ class _Job:
                 host.watch = watch
                 if self.membership.hosts:
                     host.spin_less()
-                if host.workers == everyone:  # a board in memory is read without asking anybody
+                if host.workers == everyone:  # a board in memory needs no store
                     watch.attach(this_worker(), everyone, host.board, host.board.alarm)
         problem = next((f"worker {w}: {each[3]}" for w, each in enumerate(said) if each[3]), "")
         if choice == "mpi" and problem:
@@ -319,12 +320,12 @@ class _Job:
             self.why_gloo = f"as {TRANSPORT} says"
         if self.membership.hosts and self.membership.mpi is None:
             self._link(agreement)
-        _cut_off(agreement)  # it refers to itself, and would keep the process group for long
+        _cut_off(agreement)  # it refers to itself, and would keep the process group alive for long
         for each in _listeners:
             each()
 
     def _link(self, agreement: Group) -> None:
-        """Connect the first workers of all hosts, for agreements, if all can be reached."""
+        """Link the first workers of all hosts, for agreements, if all can be reached."""
         hosts, worker = self.membership.hosts, this_worker()
         firsts = [hosts.index(number) for number in sorted({*hosts})]
         if len(firsts) > MOST_HOSTS or wire.control_device(self.default).type != "cpu":
@@ -345,7 +346,7 @@ class _Job:
             links.close()
 
     def _use_mpi(self, agreement: Group, salt: int, is_asked_for: bool) -> None:
-        """Let MPI carry what goes to other hosts, if it can on all workers."""
+        """Use MPI between hosts, if all workers can."""
         states = agreement.share_objects(mpi.start())
         problem, membership = mpi.problem_of(states), self.membership
         if not problem:
@@ -366,7 +367,7 @@ class _Job:
 
 
 def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
-    """The workers of this host, if all of them can share memory."""
+    """Connect the workers of this host, if all of them can share memory; else return None."""
     worker = this_worker()
     here = [w for w, process in enumerate(processes) if process.host == processes[worker].host]
     host, failure = None, ""
@@ -400,12 +401,12 @@ def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
 
 
 def _store() -> Any:
-    """Where the workers of the job met."""
+    """The store in which the workers of the job met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def _begin_program() -> None:
-    """Take part again, after the program before has ended."""
+    """Take part again, after the previous program has ended."""
     if _current is not None and _current.default is not None:
         _current.membership.watch.begin_program()
         if _current.membership.host is not None:
@@ -413,13 +414,13 @@ def _begin_program() -> None:
 
 
 def _end_program(error: BaseException | None) -> bool:
-    """Tell the others that this worker comes to nothing more; whether the job can go on."""
+    """Tell the others that this worker's program has ended; return whether the job can go on."""
     if not is_distributed() or num_workers() == 1:
         return True
     job = _job()
     watch, host = job.membership.watch, job.membership.host
     job.membership.mailboxes.wait_until_read()
-    if not watch.is_attached:  # others may wait for it at their first call
+    if not watch.is_attached:  # others may wait for this worker at their first call
         everyone = range(num_workers())
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
     watch.end_program(error)
@@ -435,13 +436,13 @@ _current: _Job | None = None
 
 
 def _job() -> _Job:
-    """The job of this process; a new one when `torch.distributed` was started anew."""
+    """The job of this process; a new one if `torch.distributed` was initialized again."""
     global _current
     default = dist.group.WORLD if CAN_BE_DISTRIBUTED else None
     if _current is None or _current.default is not default:
         if _current is not None:
-            _current.end()  # else its group lives on in cycles, and threads that wake up with it
-        keep_memory()  # also where a program has made the groups of torch.distributed by itself
+            _current.end()  # else reference cycles keep its groups and their threads alive
+        keep_memory()  # even if the program initialized torch.distributed by itself
         _current = _Job(default)
         for forget in _memories:
             forget()

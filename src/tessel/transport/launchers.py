@@ -1,9 +1,10 @@
-"""Launchers: how `srun`, `mpirun` and their like tell each task its number, and where tasks meet.
+"""Launchers: how `srun`, `mpirun` and others tell each task its number, and where tasks meet.
 
 `torchrun` and `tessel run` set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Other launchers have
-variables of their own for the first two, and say nothing of a meeting point: it is derived from
-what all tasks know alike (the list of hosts, the name of the job), without a message. Variables
-that say that there are several tasks, and not how they meet, raise: a world of one would be silent.
+their own variables for the first two, and do not set a meeting point: it is derived, without a
+message, from facts that all tasks know (the list of hosts, the name of the job). Variables that
+show that there are several tasks, but not how they meet, raise instead of silently starting worlds
+of one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tessel.settings import as_whole_number
 
 CHOICE = "TESSEL_LAUNCHER"
 FIRST_PORT, NUM_PORTS = 20000, 8192  # below the ports that systems give away by themselves
-USUAL_SECONDS = 300.0  # to meet, as torch's store
+USUAL_SECONDS = 300.0  # time limit to meet, as for torch's store
 _LOOPBACK = "127.0.0.1"
 _SECONDS_BETWEEN_LOOKS, _SECONDS_TO_TELL = 0.05, 2.0
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # of SLURM: batch scripts, interactive shells and the like
@@ -40,20 +41,20 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables by which a launcher tells a task its place; of alternatives the first counts.
+    """The variables by which a launcher tells a task its place; the first one that is set counts.
 
     Args:
-        name: by which TESSEL_LAUNCHER chooses it.
-        command: what its users start.
+        name: the name by which TESSEL_LAUNCHER chooses it.
+        command: the command that its users start.
         rank: the number of the task.
-        workers: how many tasks there are.
-        local_rank: its number among those of its host.
-        local_workers: how many tasks its host has.
-        job: what is the same for all tasks of one start, and another for each start.
-        server: one of these it sets for a process that it has started, and users set none of them:
-            MPI finds the others by it.
-        is_mpirun: whether tasks are those of an MPI library.
-        passes: how its users pass on MASTER_ADDR.
+        workers: the number of tasks.
+        local_rank: the number of the task among those of its host.
+        local_workers: the number of tasks of its host.
+        job: a value that all tasks of one start share, and that differs between starts.
+        server: variables of which it sets one for each process that it starts, and users set none:
+            MPI finds the others by them.
+        is_mpirun: whether tasks are processes of an MPI library.
+        passes: the option by which its users pass on MASTER_ADDR.
     """
 
     name: str
@@ -117,7 +118,7 @@ FLUX = Launcher(
     rank=("FLUX_TASK_RANK",),
     workers=("FLUX_JOB_SIZE",),
     local_rank=("FLUX_TASK_LOCAL_ID",),
-    local_workers=(),  # all of them if there is one host, see `_local`
+    local_workers=(),  # all tasks if there is one host, see `_local`
     job=("FLUX_JOB_ID",),
     server=("PMIX_NAMESPACE", "PMI_FD"),
     is_mpirun=False,
@@ -129,19 +130,19 @@ SLURM = Launcher(
     rank=("SLURM_PROCID",),
     workers=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_rank=("SLURM_LOCALID",),
-    local_workers=(),  # it is listed, see `_local`
+    local_workers=(),  # given as a list, see `_local`
     job=("SLURM_JOB_ID", "SLURM_JOBID"),
     server=("PMIX_NAMESPACE", "PMI_FD", "PMI_JOBID"),
     is_mpirun=False,
 )
-# MPI first: where mpirun runs in a job of SLURM, it starts its daemons by srun, one for each host,
-# and what their variables say is passed on to the tasks.
+# MPI first: in a job of SLURM, mpirun starts its daemons by srun, one for each host, and their
+# variables are passed on to the tasks.
 LAUNCHERS = (OPEN_MPI, MVAPICH, MPICH, JSRUN, FLUX, SLURM)
 CHOICES = ("auto", "none", *(each.name for each in LAUNCHERS))
-# Variables of launchers that say neither how many tasks there are nor where they meet, or of those
-# who forgot the other half: from which number on a process is one of several. Scripts of PBS are
+# Variables of launchers that tell neither how many tasks there are nor where they meet, or of users
+# who forgot half of them: the number from which on a process is one of several. Scripts of PBS are
 # task 1 on node 0, and tasks of pbsdsh are counted from there; blaunch counts from 1, and scripts
-# of LSF are no task. Scripts of sbatch are task 0 of all, and of no step.
+# of LSF are no task. Scripts of sbatch are task 0 of all, and belong to no step.
 _ONE_OF_SEVERAL = {
     "WORLD_SIZE": (2, "RANK is not set"),
     "RANK": (1, "WORLD_SIZE is not set"),
@@ -163,24 +164,24 @@ _ONE_OF_SEVERAL = {
     for names, first in ((launcher.local_rank, 1), (launcher.local_workers, 2))
     for name in names
 }
-# in which jobs of one task such numbers mean nothing
+# variables whose value 1 means a job of one task, in which such numbers mean nothing
 _OF_ONE_TASK = {"PBS_": "PBS_NP", "LSF_": "LSB_DJOB_NUMPROC"}
 
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """A job as one of its tasks sees it.
+    """A job as seen by one of its tasks.
 
     Args:
-        launcher: who has started it.
+        launcher: the launcher that has started it.
         rank: the number of this task.
-        workers: how many there are.
-        local_rank: its number among those of its host; None if nobody says so.
-        local_workers: how many its host has; None if nobody says so.
-        address: where worker 0 listens.
-        port: where worker 0 listens.
-        name: of the job, another for each start where the launcher has one.
-        binds_gpus: whether each task sees GPUs of its own alone.
+        workers: the number of tasks.
+        local_rank: the number of this task among those of its host; None if unknown.
+        local_workers: the number of tasks of its host; None if unknown.
+        address: the address at which worker 0 listens.
+        port: the port at which worker 0 listens.
+        name: the name of the job, different for each start if the launcher provides that.
+        binds_gpus: whether each task sees only GPUs of its own.
     """
 
     launcher: Launcher
@@ -195,7 +196,7 @@ class LaunchedJob:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set."""
+        """The variables that torchrun would have set."""
         given = {
             "RANK": self.rank,
             "WORLD_SIZE": self.workers,
@@ -218,9 +219,9 @@ class LaunchedJob:
 
 
 def find_job(environ: Environ) -> LaunchedJob | None:
-    """The job of several tasks that srun, mpirun or the like has started this process for, if any.
+    """The job of several tasks for which srun, mpirun or the like started this process, if any.
 
-    Whether torchrun's variables are set is the caller's question: they come before all others.
+    The caller checks torchrun's variables first: they take precedence over all others.
 
     >>> from tessel.transport.launchers import find_job
     >>> find_job({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
@@ -232,7 +233,7 @@ def find_job(environ: Environ) -> LaunchedJob | None:
     (1, 2, '127.0.0.1')
 
     Raises:
-        ValueError: if there are several tasks, and it is not known how they meet.
+        ValueError: if there are several tasks, and it is unknown how they meet.
     """
     launcher = find_launcher(environ)
     if launcher is None:
@@ -248,7 +249,7 @@ def find_job(environ: Environ) -> LaunchedJob | None:
             f"{lacks[0]} is not set; {_WAY_OUT}"
         )
     if launcher is SLURM and rank >= workers:
-        # tasks are counted over all components, and each component says how many it has
+        # tasks are numbered over all components, but each component gives only its own count
         raise ValueError(
             f"{_said(environ, SLURM.rank)} is not below {_said(environ, SLURM.workers)}, as in the "
             "steps of heterogeneous jobs, which are not supported: start all tasks in one "
@@ -292,7 +293,7 @@ def find_job(environ: Environ) -> LaunchedJob | None:
 
 
 def find_launcher(environ: Environ) -> Launcher | None:
-    """Who has started this task, by its variables or by TESSEL_LAUNCHER."""
+    """The launcher that has started this task, by its variables or by TESSEL_LAUNCHER."""
     choice = environ.get(CHOICE) or "auto"
     if choice not in CHOICES:
         raise ValueError(f"{CHOICE} must be one of {', '.join(CHOICES)}, got {choice!r}")
@@ -307,14 +308,14 @@ def find_launcher(environ: Environ) -> Launcher | None:
             )
         return chosen
     if present[:1] == [MPICH]:
-        # srun --mpi=pmi2 and flux run set PMI's alike, and their own say more
+        # srun --mpi=pmi2 and flux run set PMI's variables alike, and their own contain more
         alike = [each for each in present if task_of(environ, each) == task_of(environ, MPICH)]
         return alike[-1]
     return present[0] if present else None
 
 
 def _check_alone(environ: Environ) -> None:
-    """Raise if a process without a launcher that is known is one of several tasks all the same."""
+    """Raise if a process without a known launcher is one of several tasks nevertheless."""
     if environ.get(CHOICE) == "none":
         return
     said = environ.get("WORLD_SIZE", "").strip()
@@ -336,26 +337,26 @@ def _check_alone(environ: Environ) -> None:
 
 
 def task_of(environ: Environ, launcher: Launcher) -> tuple[int | None, int | None]:
-    """The number of this task, and how many there are, as its launcher says."""
+    """The number of this task and the number of tasks, by the launcher's variables."""
     return _number(environ, launcher.rank), _number(environ, launcher.workers)
 
 
 def _is_present(environ: Environ, launcher: Launcher) -> bool:
     """Whether this process is a task of the launcher."""
     if launcher is SLURM:
-        # The shells of salloc and sbatch have the numbers of tasks, too, but are no tasks.
+        # The shells of salloc and sbatch have numbers of tasks, too, but are no tasks.
         step = _step(environ)
         return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
     return any(environ.get(name) for name in (*launcher.rank, *launcher.workers))
 
 
 def _step(environ: Environ) -> str:
-    """The step of SLURM that this process belongs to."""
+    """The SLURM step of this process."""
     return environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
 
 
 def _number(environ: Environ, names: tuple[str, ...]) -> int | None:
-    """The number that the first of these variables has that is set."""
+    """The number in the first of these variables that is set."""
     name = next((name for name in names if environ.get(name)), None)
     return None if name is None else as_whole_number(name, environ[name])
 
@@ -379,7 +380,7 @@ _LISTS_OF_TASKS = ("SLURM_GTIDS", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def _local(environ: Environ, launcher: Launcher) -> int | None:
-    """How many tasks this host has."""
+    """The number of tasks of this host, or None if unknown."""
     if launcher is FLUX:
         return _number(environ, FLUX.workers) if environ.get("FLUX_JOB_NNODES") == "1" else None
     if launcher is not SLURM:
@@ -389,7 +390,7 @@ def _local(environ: Environ, launcher: Launcher) -> int | None:
     node, counts = _number(environ, ("SLURM_NODEID",)), environ.get("SLURM_STEP_TASKS_PER_NODE")
     if node is None or not counts:
         return None
-    for each in counts.split(","):  # as 2(x3),1
+    for each in counts.split(","):  # such as 2(x3),1
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
         if found is None:
             raise ValueError(f"SLURM_STEP_TASKS_PER_NODE must look like 2(x3),1, got {counts!r}")
@@ -400,14 +401,14 @@ def _local(environ: Environ, launcher: Launcher) -> int | None:
 
 
 def _name(environ: Environ, launcher: Launcher, is_on_one_host: bool) -> str:
-    """The name of this start of tasks, which all of them know."""
+    """The name of this start of tasks, which all tasks know."""
     words = [launcher.name]
     words += [environ[name] for name in launcher.job if environ.get(name)][:1]
-    if launcher is not OPEN_MPI:  # also of mpirun's daemons, which srun has started
+    if launcher is not OPEN_MPI:  # under Open MPI these may be those of a daemon, see LAUNCHERS
         words += [environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in environ]
     if len(words) == 1:
         words += [environ[name] for name in ("PBS_JOBID",) if name in environ]
-    if launcher in (MVAPICH, MPICH) and is_on_one_host:  # no name, but one parent for all
+    if launcher in (MVAPICH, MPICH) and is_on_one_host:  # no name, but a common parent
         words += _ancestor(
             *("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap_pro", "mpiexec.hydra", "mpispawn")
         )
@@ -415,7 +416,7 @@ def _name(environ: Environ, launcher: Launcher, is_on_one_host: bool) -> str:
 
 
 def _ancestor(*commands: str) -> list[str]:
-    """The process with one of these names that has started this one, if the system says."""
+    """The ancestor of this process with one of these names, if the system tells."""
     process = os.getppid()
     while process > 1:
         try:
@@ -425,13 +426,13 @@ def _ancestor(*commands: str) -> list[str]:
         # 17 (a name) S 16 …: a name may have spaces and brackets
         command, _, rest = status.partition("(")[2].rpartition(")")
         if command in (each[:15] for each in commands):
-            return [f"{process} {rest.split()[19]}"]  # with its start: numbers are used again
+            return [f"{process} {rest.split()[19]}"]  # with its start time: ids are reused
         process = int(rest.split()[1])
     return []
 
 
 def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host: bool) -> str:
-    """Where worker 0 is, as all tasks know it: on the first host."""
+    """The address of worker 0, as all tasks know it: on the first host."""
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]
     if is_on_one_host:
@@ -448,7 +449,7 @@ def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host:
     if environ.get("PBS_NODEFILE"):
         try:
             words = Path(environ["PBS_NODEFILE"]).read_text().split()
-        except (OSError, UnicodeDecodeError):  # hosts but the first may not have it
+        except (OSError, UnicodeDecodeError):  # hosts other than the first may not have it
             words = []
         if words:
             return words[0]
@@ -462,13 +463,13 @@ def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host:
 
 
 def hosts_of(listing: str) -> Iterator[str]:
-    """The hosts that SLURM lists, as `scontrol show hostnames` prints them.
+    """The hosts in a list of SLURM, as `scontrol show hostnames` prints them.
 
     >>> from tessel.transport.launchers import hosts_of
     >>> list(hosts_of("node[01-03,7],gpu-a"))
     ['node01', 'node02', 'node03', 'node7', 'gpu-a']
     """
-    # commas within brackets are of ranges
+    # commas within brackets separate ranges
     for entry in re.split(r",(?![^\[]*\])", listing.strip()):
         if not entry:
             raise ValueError(
@@ -478,7 +479,7 @@ def hosts_of(listing: str) -> Iterator[str]:
 
 
 def _expanded(entry: str, listing: str) -> Iterator[str]:
-    """The hosts of one entry, as a[1-2]b[08-11]; made when asked for, as most ask for the first."""
+    """The hosts of one entry, such as a[1-2]b[08-11]; lazily, since most callers need the first."""
     name, has_ranges, rest = entry.partition("[")
     ranges, is_closed, rest = rest.partition("]")
     if any(c in "[] \t" for c in name) or bool(has_ranges) != bool(is_closed):
@@ -501,9 +502,9 @@ def _expanded(entry: str, listing: str) -> Iterator[str]:
 
 
 def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
-    """The store in which all workers of the job have met.
+    """Meet the other workers of the job, and return the store in which all have met.
 
-    Worker 0 listens at the address of the job alone, which is the loopback interface for one host.
+    Worker 0 listens only at the address of the job, which is the loopback interface for one host.
 
     Raises:
         RuntimeError: if they do not meet within the time limit; the text says why.
@@ -512,7 +513,7 @@ def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
     deadline = time.monotonic() + seconds
     listener = _listener(job) if job.rank == 0 else None
     while True:
-        # longer than worker 0 waits for the last, so that the others hear what it says then
+        # longer than worker 0 waits for the last one, so that the others receive its verdict
         left = timedelta(seconds=max(0.1, deadline - time.monotonic()) + _SECONDS_TO_TELL)
         settings: dict[str, Any] = {}
         if listener is not None:
@@ -524,7 +525,7 @@ def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
             if _is_met(store, job, deadline):
                 return store
         except (dist.DistError, OSError) as error:
-            # Also a store that has just gone: that of the script before, if a task runs several.
+            # or the store has just ended: that of the previous script, if a task runs several
             if job.rank == 0 or time.monotonic() > deadline:
                 reason, *_ = (str(error).strip() or repr(error)).splitlines()
                 raise RuntimeError(
@@ -536,7 +537,7 @@ def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
 
 
 def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
-    """Wait until all workers are in a store; False if it is one of an earlier meeting."""
+    """Wait until all workers are in a store; return False if it is that of an earlier meeting."""
     mine = f"{job.workers} tasks of {job.name}"
     if job.rank == 0:
         store.set("launched", mine)
@@ -551,7 +552,7 @@ def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
             return False
         store.set("twice", f"two tasks say that they are worker {job.rank} of {job.workers}")
     store.add("came", 1)
-    # worker 0 says that all workers have come, or why they do not meet
+    # worker 0 announces that all workers have come, or why they do not meet
     while job.rank == 0 and not store.check(["met"]):
         if store.check(["twice"]):
             store.set("met", store.get("twice"))
@@ -567,7 +568,7 @@ def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
         return True
     heard = store.add("heard", 1)
     deadline = time.monotonic() + _SECONDS_TO_TELL
-    # with worker 0 the store ends, and nobody else would hear of it
+    # the store ends with worker 0, and the others would not learn of the problem
     while job.rank == 0 and heard < store.add("came", 0) and time.monotonic() < deadline:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
         heard = store.add("heard", 0)
@@ -575,7 +576,7 @@ def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
 
 
 def _listener(job: LaunchedJob) -> socket.socket:
-    """The socket of worker 0."""
+    """The socket at which worker 0 listens."""
     here = socket.gethostname()
     try:
         found = socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)
@@ -611,7 +612,7 @@ def own_interface(job: LaunchedJob) -> str | None:
             job.address, job.port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as way:
-            way.connect(place)  # of datagrams: nothing is sent, the system only looks up the way
+            way.connect(place)  # for datagrams this sends nothing, and only looks up the route
             address = str(way.getsockname()[0])
         return interface_of(address)
     except OSError:

@@ -1,9 +1,9 @@
 """Links: connections between the first workers of hosts, for the few words of agreements.
 
 Gloo asks the receiver before it sends, by a thread at each end, and a thread that finds its
-connection in use looks again and again until the worker has the core to go on. Where threads
-outnumber cores, that takes longer than all the rest of an agreement. Over a link a worker sends and
-waits itself. Tensors travel by Gloo, whose threads carry them while workers compute.
+connection in use spins until the worker gets the core to go on. If threads outnumber cores, that
+takes longer than all the rest of an agreement. Over a link a worker sends and waits itself. Tensors
+are sent over Gloo, whose threads carry them while workers compute.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tessel.transport.process import check_not_forked
 from tessel.transport.request import Key
 from tessel.transport.watch import Watch
 
-MOST_HOSTS = 64  # each first worker has a connection to each other
+MOST_HOSTS = 64  # each first worker has a connection to every other
 SECONDS_TO_CONNECT = 5.0
-NAP_MS = 50  # between two looks at the alarm and at who has died
-_HEAD = struct.Struct("<qq")  # the code of a group, and the length of what it says in bytes
-_TOKEN = struct.Struct("<16sq")  # a secret of the job, and who connects
+NAP_MS = 50  # between two checks of the alarm and for dead workers
+_HEAD = struct.Struct("<qq")  # the code of a group, and the length of its message in bytes
+_TOKEN = struct.Struct("<16sq")  # the receiver's secret, and the rank of the worker that connects
 _SIOCGIFADDR = 0x8915
 LinkAddress = tuple[str, int, bytes]
 
@@ -37,10 +37,10 @@ LinkAddress = tuple[str, int, bytes]
 class Links:
     """The connections of this worker, the first of its host, to those of all other hosts.
 
-    Between making it and connecting it the workers tell each other their addresses.
+    Between `__init__` and `connect` the workers exchange their addresses.
 
     Args:
-        worker: this one.
+        worker: this worker.
     """
 
     def __init__(self, worker: int) -> None:
@@ -49,19 +49,19 @@ class Links:
         self._token = secrets.token_bytes(16)
         self._ends: dict[int, socket.socket] = {}
         self._heard: dict[tuple[int, int], deque[bytes]] = {}  # by worker and code of the group
-        self._come: dict[int, bytearray] = {}  # of each worker, what is not a whole message yet
-        self._left: dict[int, bytearray] = {}  # for each worker, what found no room yet
-        self._lost: dict[int, str] = {}  # why a worker says and hears nothing more
+        self._come: dict[int, bytearray] = {}  # received from each worker, not yet a whole message
+        self._left: dict[int, bytearray] = {}  # not yet sent to each worker
+        self._lost: dict[int, str] = {}  # why the connection to a worker was lost
         self._lock, self._owner = threading.Lock(), os.getpid()
         self._limit = seconds_to_wait()
 
     @property
     def address(self) -> LinkAddress:
-        """Where others find this worker, and what they show."""
+        """The address of this worker, and the token with which others connect."""
         return (*self._listener.getsockname()[:2], self._token)
 
     def connect(self, addresses: Mapping[int, LinkAddress]) -> None:
-        """Connect to all others, those before this worker first; OSError if one is not reached."""
+        """Connect to all others, those of lower ranks first; OSError if one is not reached."""
         deadline = time.monotonic() + SECONDS_TO_CONNECT
         for other in sorted(w for w in addresses if w < self.worker):
             name, port, token = addresses[other]
@@ -79,7 +79,7 @@ class Links:
             token, other = _TOKEN.unpack(said) if len(said) == _TOKEN.size else (b"", -1)
             if secrets.compare_digest(token, self._token) and other in addresses:
                 self._ends[other] = end
-            else:  # somebody else
+            else:  # a stranger
                 end.close()
         self._listener.close()
         for other, end in self._ends.items():
@@ -89,12 +89,12 @@ class Links:
             self._come[other], self._left[other] = bytearray(), bytearray()
 
     def close(self) -> None:
-        """Leave the others, who find that out when they wait for this worker."""
+        """Close all connections; the others notice when they wait for this worker."""
         for end in (self._listener, *self._ends.values()):
             end.close()
 
     def say(self, code: int, words: bytes, others: Iterable[int]) -> None:
-        """Send the words of a group to others; what finds no room goes while this worker hears."""
+        """Send words of a group to others; if there is no room, the rest is sent during `hear`."""
         check_not_forked(self._owner, self.worker)
         with self._lock:
             for other in others:
@@ -102,13 +102,13 @@ class Links:
                 self._send(other)
 
     def hear(self, key: Key, others: Sequence[int], watch: Watch, host: Host | None) -> list[bytes]:
-        """What others say next in a group, in order; their messages wait for nobody's.
+        """Receive the next words of others in a group, in order, independently of each other.
 
         Args:
-            key: of the agreement; it begins with the code of the group.
-            others: who are heard.
-            watch: over waits.
-            host: the workers with whom this one shares memory, if any.
+            key: the key of the agreement; it begins with the code of the group.
+            others: the workers from which words are received.
+            watch: watches over waits.
+            host: the workers with which this one shares memory, if any.
         """
         since, wait = time.monotonic(), None
         try:
@@ -126,7 +126,7 @@ class Links:
                     lost = next((self._lost[w] for w in missing if w in self._lost), "")
                 if lost:
                     raise RuntimeError(lost)
-                # sleep until something comes, or can be sent, but not for long
+                # sleep until something arrives, or can be sent, but not for long
                 poll = select.poll()
                 for other in self._ends.keys() - self._lost.keys():
                     events = select.POLLIN | (select.POLLOUT if self._left[other] else 0)
@@ -155,7 +155,7 @@ class Links:
             self._lost[other] = f"connection to worker {other}: {error}"
 
     def _progress(self) -> None:
-        """Send what finds room, and read what has come."""
+        """Send as far as there is room, and read everything that has arrived."""
         for other in self._ends.keys() - self._lost.keys():
             self._send(other)
             come = self._come[other]
@@ -177,7 +177,7 @@ class Links:
 
 
 def _own_address() -> str:
-    """That by which Gloo is reached, too; OSError if other hosts would not reach it."""
+    """The address that Gloo uses, too; OSError if other hosts could not reach it."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if names and sys.platform == "linux":
         import fcntl

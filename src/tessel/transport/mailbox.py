@@ -1,8 +1,8 @@
 """Mailboxes: memory of a GPU in which a worker leaves messages for another one of its host.
 
 The receiver maps the memory once, by CUDA's inter-process handles, and copies messages out of it.
-GPUs wait for each other by events that both processes know; the hosts only tell each other that an
-event was recorded, and never wait for a GPU.
+GPUs wait for each other by events that both processes know; the hosts only notify each other that
+an event was recorded, and never wait for a GPU.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 from tessel.settings import chosen
 
 IPC = "TESSEL_CUDA_IPC"
-SMALLEST = 2**21  # bytes of a mailbox: CUDA itself gives out memory in such pieces
-HANDLE = 64  # bytes of a handle of CUDA
-WORDS = 3 + 2 * HANDLE // 8  # of a note
+SMALLEST = 2**21  # bytes of a mailbox: CUDA itself allocates memory in such pieces
+HANDLE = 64  # bytes of a CUDA handle
+WORDS = 3 + 2 * HANDLE // 8  # words of a note
 POSTED, STAGED, TAKEN, REFUSED = range(4)  # kinds of notes
 
 
 class Note(NamedTuple):
-    """What two workers tell each other of a message.
+    """A note about a message, from one worker to another.
 
     Attributes:
         kind: POSTED in a mailbox, or STAGED: it follows as a tensor of the CPU; the receiver
-            answers what is POSTED by TAKEN, or REFUSED if it cannot map the mailbox.
-        number: of the mailbox, among those of the sender.
-        capacity: of it, in bytes.
+            answers POSTED with TAKEN, or with REFUSED if it cannot map the mailbox.
+        number: the number of the mailbox among those of the sender.
+        capacity: the capacity of the mailbox, in bytes.
         memory: the handle of its memory.
-        event: the handle of what is recorded when a message was written, or was read.
+        event: the handle of the event that is recorded when a message was written, or was read.
     """
 
     kind: int
@@ -47,7 +47,7 @@ class Note(NamedTuple):
     def tensor(self) -> Tensor:
         words = array("q", [self.kind, self.number, self.capacity])
         words.frombytes(self.memory + self.event)
-        # it belongs to no transform, and outlives any mode
+        # belongs to no transform, and outlives any mode
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             return torch.tensor(words.tolist(), device="cpu")
 
@@ -59,13 +59,13 @@ class Note(NamedTuple):
 
 
 class CudaSharing:
-    """How processes share memory and events of a GPU; RuntimeError where they cannot.
+    """Shares memory and events of a GPU between processes; RuntimeError where that is impossible.
 
-    By CUDA's driver: torch's own way waits for the GPU when memory is given back.
+    It uses CUDA's driver: torch's own way waits for the GPU when memory is freed.
     """
 
     def allocate(self, capacity: int, device: torch.device) -> tuple[Tensor, bytes]:
-        """Bytes of a GPU, and the handle by which another process maps them."""
+        """Memory of a GPU, and the handle by which another process maps it."""
         address, handle = ctypes.c_uint64(), _Handle()
         with torch.cuda.device(device):
             driver = _driver()
@@ -78,7 +78,7 @@ class CudaSharing:
         with torch.cuda.device(device):
             opening = _driver().cuIpcOpenMemHandle_v2
             opening.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
-            # 1: memory of another GPU, too, if this one can read it
+            # 1: also memory of another GPU, if this one can read it
             _check(opening(ctypes.byref(address), _Handle.from_buffer_copy(memory), 1))
             return _bytes_at(address.value, capacity)
 
@@ -86,7 +86,7 @@ class CudaSharing:
         """A new event, and the handle by which another process maps it."""
         with torch.cuda.device(device):
             event = torch.cuda.Event(interprocess=True)
-            event.record()  # before, it belongs to no device
+            event.record()  # until then it belongs to no device
             return event, event.ipc_handle()
 
     def map_event(self, event: bytes, device: torch.device) -> torch.cuda.Event:
@@ -113,28 +113,28 @@ def _check(code: int) -> None:
 
 
 def _bytes_at(address: int, capacity: int) -> Tensor:
-    """Memory of a GPU as a tensor, by the interface through which torch takes it from others."""
+    """Memory of a GPU as a tensor, by the interface for memory of other libraries."""
     given = {"shape": (capacity,), "typestr": "|u1", "data": (address, False), "version": 3}
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
         return torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": given})())
 
 
 def _seen_as(memory: Tensor, like: Tensor) -> Tensor:
-    """The first bytes of a memory as a contiguous tensor of this shape and dtype."""
+    """The first bytes of memory as a contiguous tensor of this shape and dtype."""
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 class Mailbox:
-    """Memory for messages to one worker, of which it holds one at a time.
+    """Memory for messages to one worker, one at a time.
 
     Args:
-        sharing: how processes share memory.
-        number: by which the receiver knows it again.
-        capacity: in bytes.
-        device: of the memory.
+        sharing: shares memory between processes.
+        number: the number by which the receiver recognizes it.
+        capacity: the capacity in bytes.
+        device: the device of the memory.
 
     Attributes:
-        note: what the receiver is told of it.
+        note: the note for the receiver.
     """
 
     def __init__(
@@ -147,25 +147,25 @@ class Mailbox:
         self._taken: torch.cuda.Event | None = None
 
     def put(self, tensor: Tensor) -> None:
-        """Let the GPU write a message, after the one before was read."""
+        """Let the GPU write a message, after the previous one was read."""
         if self._taken is not None:
             self._taken.wait()
         self.message(tensor).copy_(tensor)
         self._ready.record()
 
     def message(self, like: Tensor) -> Tensor:
-        """What lies in it."""
+        """The message in the mailbox, with the shape and dtype of `like`."""
         return _seen_as(self._memory, like)
 
     def is_taken(self, answer: Tensor) -> bool:
-        """Whether the receiver says that its GPU reads the message, or has read it."""
+        """Whether the receiver answers that its GPU reads the message, or has read it."""
         note = Note.of(answer)
         if note.kind == TAKEN and self._taken is None:
             self._taken = self._sharing.map_event(note.event, self.device)
         return note.kind == TAKEN
 
     def wait_until_read(self) -> None:
-        """Wait until what was sent has been read."""
+        """Wait until the last message has been read."""
         if self._taken is not None:
             self._taken.synchronize()
 
@@ -174,8 +174,8 @@ class MappedMailbox:
     """A mailbox of another worker, as its receiver sees it.
 
     Attributes:
-        taken: recorded when a message was read.
-        answer: what the sender is told then.
+        taken: the event that is recorded when a message was read.
+        answer: the note for the sender then.
     """
 
     def __init__(self, sharing: CudaSharing, note: Note, device: torch.device) -> None:
@@ -185,21 +185,21 @@ class MappedMailbox:
         self.answer = Note(TAKEN, event=event).tensor()
 
     def message(self, like: Tensor) -> Tensor:
-        """What lies in it, for a GPU that waits until it is written."""
+        """The message in the mailbox; the GPU waits until it is written."""
         self._ready.wait()
         return _seen_as(self._memory, like)
 
 
 class Mailboxes:
-    """Those for and from the other workers of the host.
+    """The mailboxes to and from the other workers of the host.
 
     Args:
-        sharing: how processes share memory.
+        sharing: shares memory between processes.
     """
 
     def __init__(self, sharing: CudaSharing | None = None) -> None:
         self._sharing = CudaSharing() if sharing is None else sharing
-        self._lock = threading.Lock()  # the backward passes of two threads may run at once
+        self._lock = threading.Lock()  # backward passes of two threads may run at once
         self._all: list[Mailbox] = []
         self._idle: dict[tuple[int, torch.device], list[Mailbox]] = {}
         self._refused: set[tuple[int, torch.device]] = set()
@@ -220,7 +220,7 @@ class Mailboxes:
             if fitting:
                 mailbox = min(fitting, key=lambda each: each.capacity)
                 idle.remove(mailbox)
-            else:  # powers of two: messages that grow do not need new memory each time
+            else:  # powers of two, so that growing messages do not need new memory each time
                 capacity = max(SMALLEST, 1 << (tensor.nbytes - 1).bit_length())
                 try:
                     mailbox = Mailbox(self._sharing, len(self._all), capacity, tensor.device)
@@ -234,12 +234,12 @@ class Mailboxes:
         return mailbox
 
     def release(self, worker: int, mailbox: Mailbox) -> None:
-        """Use a mailbox again, whose message was taken."""
+        """Make a mailbox whose message was taken available again."""
         with self._lock:
             self._idle[worker, mailbox.device].append(mailbox)
 
     def refuse(self, worker: int, device: torch.device) -> None:
-        """Leave nothing more for a worker, which cannot map memory of this device."""
+        """Leave no more messages for a worker, which cannot map memory of this device."""
         with self._lock:
             self._refused.add((worker, device))
 
@@ -255,11 +255,11 @@ class Mailboxes:
             return self._mapped[key]
 
     def wait_until_read(self) -> None:
-        """Wait until others have read what was sent: memory ends with the process that has it."""
+        """Wait until others have read all messages, since the memory ends with this process."""
         with self._lock:
             for each in self._all:
                 each.wait_until_read()
 
     def _wait_at_exit(self, process: int) -> None:
-        if os.getpid() == process:  # the end of a fork is not that of the worker
+        if os.getpid() == process:  # the end of a fork is not the end of the worker
             self.wait_until_read()

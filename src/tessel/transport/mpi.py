@@ -1,7 +1,7 @@
-"""MPI: CPU tensors between hosts, by mpi4py, over the network as the site has tuned its library.
+"""MPI: CPU tensors between hosts, by mpi4py and the MPI library that the site has tuned.
 
-Workers of one host share memory as ever. No call of MPI waits: messages are started, and tested for
-until they are complete, so that a worker can look at the alarm and at the clock meanwhile.
+Workers of one host share memory as usual. No call of MPI waits: messages are started, and tested
+until they are complete, so that a worker can check the alarm and the clock meanwhile.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from tessel.transport.request import Key, OutOfStep
 from tessel.transport.watch import Watch
 from tessel.transport.wire import AGREEMENT, as_bytes, packed, staged_for
 
-CHUNK = 2**30  # bytes of a message at most: MPI counts them in 32 bits
-SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 2e-4, 100  # seconds; after how many the watch hears
+CHUNK = 2**30  # largest message in bytes: MPI counts them in 32 bits
+SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 2e-4, 100  # seconds; naps between checks
 WAY_OUT = "TESSEL_TRANSPORT=shared sends by Gloo between hosts"
 
 
 @encodable
 @dataclass(frozen=True)
 class MpiState:
-    """What MPI is on one worker.
+    """The state of MPI on one worker.
 
     Attributes:
         problem: why it cannot be used there; empty if it can.
-        rank, size: of the worker among all processes of MPI.
-        library: its name and version, and that of mpi4py.
+        rank, size: the rank of the worker among all processes of MPI, and their number.
+        library: its name and version, and the version of mpi4py.
     """
 
     problem: str = ""
@@ -57,13 +57,13 @@ class MpiState:
 
 
 def why_not(environ: Mapping[str, str], rank: int, workers: int, is_asked_for: bool) -> str:
-    """Why MPI cannot be used here, as far as is known before it is started; empty if it can.
+    """Why MPI cannot be used here, as far as known before it is started; empty if it can.
 
     Args:
         environ: the variables of this process.
-        rank: of this worker.
-        workers: how many there are.
-        is_asked_for: whether the user has chosen it; else only mpirun's own processes use it.
+        rank: the rank of this worker.
+        workers: the number of workers.
+        is_asked_for: whether the user has chosen MPI; else only mpirun's own processes use it.
     """
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed (pip install mpi4py, built with the site's MPI library)"
@@ -71,7 +71,7 @@ def why_not(environ: Mapping[str, str], rank: int, workers: int, is_asked_for: b
         return ""
     try:
         launcher = find_launcher(environ)
-    except ValueError as error:  # which torchrun's variables make nobody look at
+    except ValueError as error:  # not raised before if torchrun's variables are set
         return str(error)
     if launcher is None or not (launcher.is_mpirun or is_asked_for):
         return "this process was not started by mpirun"
@@ -83,20 +83,20 @@ def why_not(environ: Mapping[str, str], rank: int, workers: int, is_asked_for: b
 
 
 def _is_running() -> bool:
-    """Whether this process has started MPI, say by importing mpi4py.MPI."""
+    """Whether this process has started MPI, such as by importing mpi4py.MPI."""
     module = sys.modules.get("mpi4py.MPI")
     return module is not None and module.Is_initialized() and not module.Is_finalized()
 
 
 def start() -> MpiState:
-    """Start MPI, unless this process has; all workers do so together."""
+    """Start MPI, unless this process already has; all workers do so together."""
     try:
         MPI: Any = importlib.import_module("mpi4py.MPI")
         if MPI.Is_finalized():
             return MpiState("MPI has been finalized")
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    except (ImportError, RuntimeError) as error:  # another library, or a broken installation
+    except (ImportError, RuntimeError) as error:  # a different library, or a broken installation
         return MpiState(f"MPI does not start: {error}")
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         return MpiState(
@@ -110,7 +110,7 @@ def start() -> MpiState:
 
 
 def problem_of(states: Sequence[MpiState]) -> str:
-    """Why workers cannot use MPI together; empty if they can. The same for all of them."""
+    """Why workers cannot use MPI together; empty if they can. All workers get the same answer."""
     for worker, state in enumerate(states):
         if state.problem:
             return f"worker {worker}: {state.problem}"
@@ -127,9 +127,9 @@ class _Message:
     """A message, in chunks.
 
     Attributes:
-        tensor: that is sent, or filled: alive until the message is complete.
-        requests: of MPI, one for each chunk.
-        sizes: of chunks that are to come, in bytes.
+        tensor: the tensor that is sent or filled, kept alive until the message is complete.
+        requests: the requests of MPI, one for each chunk.
+        sizes: the sizes of chunks to be received, in bytes.
     """
 
     key: Key
@@ -141,13 +141,13 @@ class _Message:
     num_done: int = field(default=0)
 
     def test(self, statuses: Callable[[], Any]) -> bool:
-        """Whether it is complete, or a chunk of it was completed now."""
+        """Return whether the message is complete, or a chunk was completed by this call."""
         moved = False
         while self.num_done < len(self.requests):
             status = statuses()
             if not self.requests[self.num_done].Test(status):
                 return moved
-            # one that is longer is an error of MPI's
+            # for a longer one MPI raises
             if self.sizes and status.Get_elements(_mpi().BYTE) != self.sizes[self.num_done]:
                 raise OutOfStep(self.key, self.key, "a message has another length than expected")
             self.num_done += 1
@@ -160,19 +160,19 @@ def _mpi() -> Any:
     return sys.modules["mpi4py.MPI"]
 
 
-_communicator: Any = None  # of this process, which other code that uses MPI does not send by
-_abandoned: list[_Message] = []  # of jobs that were left: MPI may still write to their memory
+_communicator: Any = None  # Tessel's own, which no other code that uses MPI shares
+_abandoned: list[_Message] = []  # messages of jobs that were left: MPI may still write to them
 
 
 class Mpi:
-    """The messages of this worker to others, between hosts.
+    """The messages of this worker to workers of other hosts.
 
     Args:
-        ranks: of all workers among the processes of MPI.
-        salt: a number that only this job has, so that no message of another is taken for its own.
-        watch: over waits.
-        host: those with whom this worker shares memory, if any.
-        library: its name and version.
+        ranks: the ranks of all workers among the processes of MPI.
+        salt: a number that is unique to this job, so that messages of others are not mistaken.
+        watch: watches over waits.
+        host: the workers with which this one shares memory, if any.
+        library: the name and version of the MPI library.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Mpi:
         self._limit = seconds_to_wait()
         self._most_tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         global _communicator
-        if _communicator is None:  # all workers make one of our own
+        if _communicator is None:  # all workers make it together
             own, request = MPI.COMM_WORLD.Idup()
             message = _Message((0, 0), 0, torch.empty(0, device="cpu"), [request])
             self._pending.append(message)
@@ -198,11 +198,11 @@ class Mpi:
 
     @property
     def is_busy(self) -> bool:
-        """Whether messages are under way, which make progress only when this worker looks."""
+        """Whether messages are in transit, which progress only when this worker tests them."""
         return bool(self._pending)
 
     def send(self, buffer: SendBuffer, key: Key, tag: int) -> Callable[[], None]:
-        """Start a message; what waits until it has left."""
+        """Start a message; return a function that waits until it has been sent."""
         self._check_owner()
         tensor, peer = packed(buffer.tensor), self._ranks[buffer.worker]
         values, tag = as_bytes(tensor).numpy(), self._tag(key, tag)
@@ -216,7 +216,7 @@ class Mpi:
         return lambda: self.wait(message, key, (buffer.worker,))
 
     def receive(self, buffer: ReceiveBuffer, key: Key, tag: int) -> Callable[[], None]:
-        """Ask for a message, in its place if that is possible; what waits until it is there."""
+        """Request a message, in its place if possible; return a function that waits for it."""
         self._check_owner()
         staged, peer = staged_for(buffer), self._ranks[buffer.worker]
         values, tag = as_bytes(staged).numpy(), self._tag(key, tag)
@@ -238,16 +238,17 @@ class Mpi:
         return wait
 
     def _tag(self, key: Key, tag: int) -> int:
-        """What a message carries: its number, from where the tags of the job and group begin.
+        """The tag of a message: its number, with an offset for the job and the group.
 
-        So those of a group differ for as long as MPI has tags, and those of others most likely.
+        So tags within a group differ until MPI runs out of tags, and those of different groups most
+        likely do.
         """
         is_agreement = tag == AGREEMENT
         begin = zlib.crc32(f"{self._salt} {key[0]} {is_agreement}".encode())
         return (begin + tag * (not is_agreement)) % (self._most_tags + 1)
 
     def progress(self) -> bool:
-        """Test all messages that are under way; whether there was progress."""
+        """Test all messages in transit; return whether there was progress."""
         if not self._pending:
             return False
         moved = False
@@ -262,7 +263,7 @@ class Mpi:
         return moved
 
     def wait(self, message: _Message, key: Key, needs: tuple[int, ...]) -> None:
-        """Until a message is complete; others go on meanwhile, and those in memory, too."""
+        """Wait until a message is complete; others progress meanwhile, also those in memory."""
         looks, nap, naps, since, wait = 0, SHORTEST_NAP, 0, 0.0, None
         try:
             while not message.is_done:
@@ -289,7 +290,7 @@ class Mpi:
                         f"worker {self._watch.worker} lost contact with worker {names} during a "
                         f"movement: timed out, silent for {seconds:.0f} s"
                     )
-                if needs:  # the watch is to know of it
+                if needs:  # tell the watch
                     wait = wait or self._watch.begin(key, needs)
                     wait.beats += 1
         finally:
@@ -297,7 +298,7 @@ class Mpi:
                 self._watch.finish(wait)
 
     def leave(self) -> None:
-        """Give up what is under way. Its memory is kept: MPI may still write to it."""
+        """Give up messages in transit. Their memory is kept: MPI may still write to it."""
         with self._lock:
             for message in self._pending:
                 with contextlib.suppress(RuntimeError):
@@ -312,6 +313,6 @@ class Mpi:
 
 
 def abort() -> None:
-    """End all processes of MPI: one that waits for them to finalize would wait for ever."""
+    """End all processes of MPI: one that waited for the others to finalize would wait forever."""
     if _is_running() and _communicator is not None:
         _communicator.Abort(1)

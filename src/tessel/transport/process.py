@@ -1,4 +1,4 @@
-"""Processes of workers: where they run, and whether they still do."""
+"""Processes of workers: where they run, and whether they are still alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tessel.transport.world import this_worker
 @encodable
 @dataclass(frozen=True)
 class PeerProcess:
-    """A process on a host; its time of birth tells it from a later one of the same number."""
+    """A process on a host; its start time tells it from a later process with the same id."""
 
     host: str
     pid: int
@@ -25,7 +25,7 @@ class PeerProcess:
 
     @classmethod
     def this(cls) -> PeerProcess:
-        """The process that asks."""
+        """The current process."""
         return cls(this_host(), os.getpid(), _status(os.getpid())[1])
 
     @property
@@ -35,7 +35,7 @@ class PeerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ran on this host and has ended, reaped or not."""
+        """Whether it ran on this host and has ended, even if it was not reaped yet."""
         if not self.is_here:
             return False
         state, born = _status(self.pid)
@@ -43,12 +43,12 @@ class PeerProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it runs on this host and was stopped by a signal."""
+        """Whether it runs on this host and is stopped by a signal."""
         return self.is_here and _status(self.pid)[0] in ("T", "t")
 
 
 def check_not_forked(owner: int, worker: int) -> None:
-    """Raise in a fork of the process that is a worker: it cannot send in the worker's name."""
+    """Raise in a fork of a worker's process, which cannot send in the worker's name."""
     if os.getpid() != owner:
         raise RuntimeError(
             f"process {os.getpid()} was forked from worker {worker} and cannot take part in its "
@@ -57,10 +57,10 @@ def check_not_forked(owner: int, worker: int) -> None:
 
 
 def this_host() -> str:
-    """The name of this host, with the number of its start: others may have the same name.
+    """The name of this host, with its boot id, since other hosts may have the same name.
 
-    Tests let it pretend to be several: TESSEL_TEST_HOSTS=a,a,b has workers 0 and 1 on one host, and
-    worker 2 on another.
+    Tests let it pretend to be several: with TESSEL_TEST_HOSTS=a,a,b workers 0 and 1 are on one
+    host, and worker 2 is on another.
     """
     pretended = (text("TESSEL_TEST_HOSTS") or "").split(",")
     return f"{_real_host()} {pretended[this_worker() % len(pretended)]}".strip()
@@ -76,14 +76,14 @@ def _real_host() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """The state of a process of this host, and when it was born, in the words of the system."""
-    with suppress(OSError):  # the system keeps no such files, or the process has ended
+    """The state and the start time of a process of this host, as the system reports them."""
+    with suppress(OSError):  # the system has no such files, or the process has ended
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return "gone", ""
-    except OSError:  # of another user
+    except OSError:  # a process of another user
         pass
     return "running", ""

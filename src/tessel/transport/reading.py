@@ -1,7 +1,7 @@
 """Reading the memory of another process of this host, where the system allows it.
 
-A large tensor is then copied once, from where it lies on the sender's side to where it belongs on
-the receiver's, and not into a slot and out of it.
+A large tensor is then copied once, from the sender's memory to its place at the receiver, instead
+of into a slot and out of it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tessel.transport.constants import MOST_BYTES, SHORTEST
 
-MOST = 1024  # runs that one call of the system takes: Linux's limit
-_ALLOW_READER = 0x59616D61  # of prctl: who may look into this process
+MOST = 1024  # runs that one system call takes: Linux's limit
+_ALLOW_READER = 0x59616D61  # PR_SET_PTRACER of prctl: which processes may read this one
 
 _C = ctypes.CDLL(None, use_errno=True)
 
@@ -32,12 +32,12 @@ if _read is not None:
         ctypes.c_int,  # the other process
         *(ctypes.c_void_p, ctypes.c_ulong),  # pieces of memory of this one
         *(ctypes.c_void_p, ctypes.c_ulong),  # and of the other
-        ctypes.c_ulong,  # flags, of which there are none
+        ctypes.c_ulong,  # flags, of which none are defined
     )
 
 
 class Runs(NamedTuple):
-    """Where the bytes of a tensor lie, in its row-major order: runs of one length."""
+    """The memory of a tensor as contiguous runs of equal length, in row-major order."""
 
     start: int
     length: int
@@ -67,7 +67,7 @@ class Runs(NamedTuple):
 def _runs(
     shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """The length of runs, and how often they come at which distances, in elements."""
+    """The length of runs, and their counts and strides, in elements."""
     dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
     length = 1
     while dims and dims[-1][1] == length:
@@ -77,7 +77,7 @@ def _runs(
 
 @lru_cache(maxsize=256)
 def _offsets(counts: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.uint64]:
-    """Where the runs of a tensor begin, from its start on."""
+    """The offsets of the runs of a tensor from its start."""
     offsets = np.zeros(1, np.int64)
     for count, stride in zip(counts, strides, strict=True):
         offsets = (offsets[:, None] + stride * np.arange(count)).reshape(-1)
@@ -85,12 +85,12 @@ def _offsets(counts: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.ui
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether a device has a hand on the memory of a tensor: other processes cannot read that."""
+    """Whether the memory of a tensor is pinned, so that other processes cannot read it."""
     return torch.cuda.is_initialized() and tensor.is_pinned()
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether others may copy a tensor from where it lies: in long runs, as it is."""
+    """Whether others may copy a tensor from its memory: unchanged, and in long runs."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or is_pinned(tensor):
         return False
     length, _, strides = _runs(tuple(tensor.shape), tensor.stride())
@@ -98,13 +98,13 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def allow_siblings() -> None:
-    """Let processes of the same launcher read this one, where the system asks for that."""
+    """Let processes of the same launcher read this one, where the system requires permission."""
     if os.getppid() > 1 and hasattr(_C, "prctl"):
         _C.prctl(_ALLOW_READER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def staging_room(num_bytes: int) -> Callable[[], Tensor]:
-    """Memory of this process that is made when it is first needed."""
+    """Return a function that allocates memory when first called, and returns it."""
 
     @cache
     def room() -> Tensor:
@@ -118,8 +118,8 @@ class Reader:
     """Reads the memory of one other process.
 
     Args:
-        pid: of the process.
-        staging: room for what cannot be put into its place at once.
+        pid: the id of the process.
+        staging: room for values that cannot be read into their place directly.
     """
 
     def __init__(self, pid: int, staging: Callable[[], Tensor]) -> None:
@@ -137,7 +137,7 @@ class Reader:
         return into.numpy().tobytes() == expected
 
     def read(self, source: Runs, place: Tensor, begin: int = 0) -> None:
-        """Copy bytes of the other's tensor, from `begin` on, to a place."""
+        """Copy bytes of the other process's tensor, from `begin` on, to a place."""
         target = Runs.of(place)
         size = place.nbytes
         step = (MOST - 2) * min(source.length, target.length)  # and a part at each end
@@ -146,7 +146,7 @@ class Reader:
             self._copy(source, target, first, min(first + step, size), begin)
 
     def stage(self, source: Runs, begin: int, num_bytes: int) -> Tensor:
-        """Copy bytes of the other's tensor to memory of this process, good until the next call."""
+        """Copy bytes of the other process's tensor to local memory, valid until the next call."""
         into = self._staging()[:num_bytes]
         self.read(source, into, begin)
         return into

@@ -1,7 +1,7 @@
-"""Requests: what travels from one worker of a host to another, and where it is put.
+"""Requests: messages from one worker of a host to another, and the places that wait for them.
 
-Both ends cut a tensor into the same pieces, each of which fits a slot of a channel. The sender
-copies a piece from where it lies into a slot, the receiver from the slot to where it belongs.
+Both ends cut a tensor into the same pieces, each of which fits into a slot of a channel. The sender
+copies each piece into a slot, and the receiver copies it from the slot to its place.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from torch import Tensor
 
 from tessel.core import boxes
 from tessel.core.boxes import Region
+from tessel.transport.buffers import write
 from tessel.transport.constants import FAILED, OFFSET, PART, RENDEZVOUS, SLOTS
 from tessel.transport.reading import Reader, Runs, can_be_read
 from tessel.transport.segment import Segment
 
-WORDS = 64  # of a rendezvous, at most: tensors have fewer than 30 dimensions
-AGREED = 64  # words with which workers agree: the code of a call, and what four tensors are
-LONGEST = 256  # words of the text of an error that the receiver hears
-VIEWS = 512  # tensors that the slots of a channel remember
-Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
+WORDS = 64  # most words of a rendezvous: tensors have fewer than 30 dimensions
+AGREED = 64  # words of an agreement: the code of a call, and the signatures of four tensors
+LONGEST = 256  # words of the text of an error for the receiver
+VIEWS = 512  # tensors that the slots of a channel cache
+Key = tuple[int, int]  # the group and the call: messages match requests with the same key
 
 
 class OutOfStep(RuntimeError):  # noqa: N818
-    """Another worker sent something else than this one asks for, so that they make other calls.
+    """Another worker sent something else than this one requested, so their calls differ.
 
     Args:
-        asked: the key of what was asked for.
-        came: of what came.
-        text: what is known beyond that.
+        asked: the key that was requested.
+        came: the key of the message that came.
+        text: a more precise explanation, if there is one.
 
     Attributes:
-        worker: who sent it, if that is known.
+        worker: the sender, if known.
     """
 
     worker: int | None = None
@@ -45,15 +46,15 @@ class OutOfStep(RuntimeError):  # noqa: N818
 
 
 class NotSent(RuntimeError):  # noqa: N818
-    """A worker could not send its message, and has sent instead why: nothing is missing."""
+    """A worker could not send its message, and sent the reason in its place."""
 
 
 class Slot:
-    """Room for one piece."""
+    """Memory for one piece of a message."""
 
     __slots__ = ("_bytes", "_views", "_words", "header", "reader")
 
-    header: memoryview  # the one that names the slot now
+    header: memoryview  # the header that currently names the slot
 
     def __init__(self, segment: Segment, start: int, size: int) -> None:
         self._words = segment.words[start // 8 : (start + size) // 8]
@@ -64,7 +65,7 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that are in the slot."""
+        """The number of bytes in the slot."""
         return self.header[PART]
 
     @num_bytes.setter
@@ -72,8 +73,8 @@ class Slot:
         self.header[PART] = count
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """What is in the slot as a contiguous tensor."""
-        # Kept, since a slice and two views take microseconds, as a small message does.
+        """The content of the slot as a contiguous tensor."""
+        # Cached, since a slice and two views take microseconds, as long as a small message.
         begin = self.header[OFFSET]
         if (view := self._views.get((dtype, shape, begin))) is not None:
             return view
@@ -97,7 +98,7 @@ Pieces = tuple[tuple[Region, tuple[int, ...]], ...]
 
 @lru_cache(maxsize=4096)
 def cut(shape: tuple[int, ...], limit: int) -> Pieces:
-    """The pieces of a tensor, of at most `limit` elements: where they lie, and their shapes."""
+    """The pieces of a tensor, of at most `limit` elements: their regions and shapes."""
     whole = tuple((0, length) for length in shape)
     return tuple(
         (boxes.within(part, whole), boxes.extent(part)) for part in boxes.runs(shape, limit)
@@ -105,7 +106,7 @@ def cut(shape: tuple[int, ...], limit: int) -> Pieces:
 
 
 class SendRequest:
-    """A tensor on its way out, piece by piece."""
+    """A tensor that is being sent, piece by piece."""
 
     __slots__ = ("_next", "_pieces", "_tensor", "is_gone", "key", "num_bytes", "worker")
 
@@ -118,7 +119,7 @@ class SendRequest:
         self.is_gone = False
 
     def write(self, slot: Slot) -> None:
-        """Put the next piece into a slot."""
+        """Write the next piece to a slot."""
         region, shape = self._pieces[self._next]
         source = self._tensor if len(self._pieces) == 1 else self._tensor[region]
         room = slot.tensor(source.dtype, shape)
@@ -129,18 +130,18 @@ class SendRequest:
 
 
 class Rendezvous:
-    """A tensor that the receiver copies from where it lies; others are kept beside it."""
+    """A tensor that the receiver reads directly; `beside` are other tensors that are kept alive."""
 
     __slots__ = ("_beside", "_tensor", "is_gone", "key", "num_bytes", "worker")
 
     def __init__(self, key: Key, worker: int, tensor: Tensor, *beside: Tensor) -> None:
         self.key, self.worker = key, worker
         self.num_bytes = tensor.nbytes
-        self._tensor, self._beside = tensor, beside  # kept until it was read
+        self._tensor, self._beside = tensor, beside  # kept alive until it was read
         self.is_gone = False
 
     def write(self, slot: Slot) -> None:
-        """Say where the tensor lies."""
+        """Write the address of the tensor to a slot."""
         runs = Runs.of(self._tensor)
         words = (runs.start, runs.length, len(runs.counts), *runs.counts, *runs.strides)
         slot.write_words(memoryview(array("q", words)))
@@ -148,19 +149,19 @@ class Rendezvous:
 
 
 def runs_of(slot: Slot) -> Runs:
-    """Where the tensor is that a slot names."""
+    """The memory of the tensor that a slot names."""
     start, length, ndim, *rest = memoryview(slot.read_words(WORDS)).cast("q").tolist()
     return Runs(start, length, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
 
 
 class SendWords:
-    """A few 64-bit words on their way out.
+    """A few 64-bit words that are being sent.
 
     Args:
-        key, worker: of the message.
-        words: what is said.
-        num_bytes: of the message in whose place they come; by default their own.
-        part: what the slot is said to hold; by default as many bytes.
+        key, worker: the key and the receiver of the message.
+        words: the words.
+        num_bytes: the bytes of the message that they replace; by default their own.
+        part: the value for the bytes in the slot, which may be FAILED; by default `num_bytes`.
     """
 
     __slots__ = ("_part", "_words", "is_gone", "key", "num_bytes", "worker")
@@ -185,7 +186,7 @@ class SendWords:
 
 
 def failed_message(key: Key, worker: int, num_bytes: int, error: BaseException) -> SendWords:
-    """That a message, or the rest of it, will not come, in the place of it."""
+    """The words that replace a message, or the rest of it, that could not be written."""
     text = f"{type(error).__name__}: {error}".encode()[: 8 * LONGEST]
     words = array("q", [len(text)])
     words.frombytes(text.ljust(8 * LONGEST, b"\0"))
@@ -193,7 +194,7 @@ def failed_message(key: Key, worker: int, num_bytes: int, error: BaseException) 
 
 
 def told(slot: Slot) -> str:
-    """Why a message does not come, as a slot says."""
+    """The reason in a slot why a message does not come."""
     said = slot.read_words(1 + LONGEST)
     (length,) = memoryview(said[:8]).cast("q")
     return said[8 : 8 + length].decode(errors="replace")
@@ -203,11 +204,11 @@ class ReceiveRequest:
     """A place that waits for a message.
 
     Args:
-        key: of the message.
-        place: where its values go; any strides.
-        adds: whether they are added to what is there.
-        slot_size: of the channel, in bytes.
-        is_open: whether it may be filled now; sums are opened one after the other.
+        key: the key of the message.
+        place: the tensor for its values, with any strides.
+        adds: whether values are added to the place.
+        slot_size: the size of the slots of the channel, in bytes.
+        is_open: whether it may be filled now; the terms of a sum are opened one after the other.
     """
 
     __slots__ = (
@@ -225,13 +226,13 @@ class ReceiveRequest:
         self.is_done, self.failure = False, ""
 
     def read(self, slot: Slot) -> None:
-        """Take the next piece out of a slot, or all of a tensor that is read where it is."""
+        """Copy the next piece from a slot, or the whole tensor if it is read directly."""
         place = self._place
         if slot.num_bytes != RENDEZVOUS:
             region, shape = self._pieces[self._next]
             part = place if len(self._pieces) == 1 else place[region]
             values = slot.tensor(place.dtype, shape)
-            part.add_(values) if self.adds else part.copy_(values)
+            write(part, values, self.adds)
             self._next += 1
             self.is_done = self._next == len(self._pieces)
             return
@@ -239,24 +240,24 @@ class ReceiveRequest:
         assert reader is not None
         if not self.adds and can_be_read(place):
             reader.read(source, place)
-        else:  # piece by piece: what is read has to lie somewhere before it is added or scattered
+        else:  # piece by piece: values are staged before they are added or scattered
             begin = 0
             for region, shape in self._pieces:
                 part = place[region]
                 values = reader.stage(source, begin, part.nbytes).view(place.dtype).view(shape)
-                part.add_(values) if self.adds else part.copy_(values)
+                write(part, values, self.adds)
                 begin += part.nbytes
         self.is_done = True
 
     def read_all(self, values: Tensor) -> None:
-        """Take the whole message from bytes that were kept for it."""
+        """Copy the whole message from the bytes of an unexpected one."""
         values = values.view(self._place.dtype).view(self._place.shape)
-        self._place.add_(values) if self.adds else self._place.copy_(values)
+        write(self._place, values, self.adds)
         self.is_done = True
 
 
 class ReceiveWords:
-    """A place for the words of another worker."""
+    """A request for the words of another worker."""
 
     __slots__ = ("failure", "is_done", "is_open", "key", "num_bytes", "words")
 
@@ -275,20 +276,20 @@ class ReceiveWords:
 
 
 class UnexpectedMessage:
-    """A message that came before anybody asked for it, kept until then."""
+    """A message that arrived before it was requested, kept until then."""
 
     __slots__ = ("_next", "failure", "is_done", "key", "values")
 
     def __init__(self, key: Key, num_bytes: int) -> None:
         self.key = key
-        # it belongs to no transform of torch.func, and outlives the mode in which it begins
+        # belongs to no transform of torch.func, and outlives the mode in which it begins
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             self.values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._next = 0
         self.is_done, self.failure = False, ""
 
     def read(self, slot: Slot) -> None:
-        """Keep the next piece, or all of a tensor that is read where it is."""
+        """Keep the next piece, or the whole tensor if it is read directly."""
         if slot.num_bytes == RENDEZVOUS:
             assert slot.reader is not None
             slot.reader.read(runs_of(slot), self.values)

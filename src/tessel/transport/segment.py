@@ -1,7 +1,7 @@
-"""A segment: memory that one worker owns and all workers of its host can see.
+"""Segments: memory that one worker owns and all workers of its host can access.
 
-It is a file without a name: nothing is left behind when its processes end, however they end. It is
-not part of /dev/shm, which containers keep small. Pages come into being when they are first used.
+A segment is a file without a name: nothing is left behind when its processes end, in whatever way.
+It is not part of /dev/shm, which is small in containers. Pages are allocated when first used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 from tessel.encoding import encodable
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-TOKEN = 16  # bytes at the start by which others know that they found the right segment
+TOKEN = 16  # bytes at the start by which others recognize the right segment
 
 
 @encodable
 @dataclass(frozen=True)
 class Address:
-    """Where other processes find a segment."""
+    """The address by which other processes find a segment."""
 
     pid: int
     file: int
@@ -40,16 +40,16 @@ class Segment:
     """Memory that processes share, as bytes, as 64-bit words and as a tensor."""
 
     def __init__(self, file: int, size: int) -> None:
-        # Python's own `mmap` keeps a copy of the descriptor as long as it is mapped (until 3.13),
+        # Python's own `mmap` keeps a copy of the descriptor while it is mapped (until 3.13),
         # by which every process of the user could open the segment.
         access = mmap.PROT_READ | mmap.PROT_WRITE
         start = _LIBRARY.mmap(None, size, access, mmap.MAP_SHARED, file, 0)
         if start in (None, ctypes.c_void_p(-1).value):
             number = ctypes.get_errno()
             raise OSError(number, f"{size} bytes cannot be mapped: {os.strerror(number)}")
-        # It stays when the file is closed, and goes when nothing uses it.
+        # It stays mapped when the file is closed, and is unmapped when nothing uses it.
         memory = (ctypes.c_char * size).from_address(start)
-        # Not at the end of the process: threads may still wait in it, and the system removes it.
+        # Not at the end of the process: threads may still wait in it, and the system unmaps it.
         weakref.finalize(memory, _LIBRARY.munmap, start, size).atexit = False
         self._memory = memoryview(memory).cast("B")
         self.words = self._memory.cast("q")
@@ -60,11 +60,11 @@ class Segment:
 
     @classmethod
     def make(cls, size: int) -> tuple[Segment, Address]:
-        """A new segment of this process, full of zeros; OSError where there can be none."""
+        """Make a segment of this process, full of zeros; OSError if that is impossible."""
         file = os.memfd_create("tessel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, size)
-            # Nobody can cut it short: a process that touched what is gone would get a SIGBUS.
+            # Nobody can shrink it: a process that accessed the missing part would get a SIGBUS.
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
             segment = cls(file, size)
         except OSError:
@@ -77,7 +77,7 @@ class Segment:
 
     @classmethod
     def open(cls, address: Address) -> Segment:
-        """The segment of another process of this host; OSError if it cannot be reached."""
+        """Open the segment of another process of this host; OSError if it cannot be reached."""
         file = os.open(Path(f"/proc/{address.pid}/fd/{address.file}"), os.O_RDWR | os.O_CLOEXEC)
         try:
             segment = cls(file, address.size)
@@ -90,7 +90,7 @@ class Segment:
     def hide(self) -> None:
         """Close the last descriptor, so that no new process can open it.
 
-        The memory goes when nothing uses it any more.
+        The memory is freed when nothing uses it any more.
         """
         if self.file is not None:
             os.close(self.file)

@@ -1,4 +1,4 @@
-"""Semaphores in shared memory: what one process wrote before a post, another sees after it."""
+"""Semaphores in shared memory: writes before a post are visible to a process that waits for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _function(library: ctypes.CDLL, name: str, *argument_types: type) -> ctypes.
 
 
 def are_available() -> bool:
-    """Whether this system's C library has what is used here."""
+    """Whether this system's C library has the functions that are used here."""
     return all(
         hasattr(_C, f"sem_{name}") for name in ("init", "post", "trywait", "timedwait", "getvalue")
     )
@@ -38,7 +38,7 @@ class Semaphore:
     """A count that one process raises and another lowers.
 
     Args:
-        address: where in the memory of this process it lies.
+        address: its address in the memory of this process.
     """
 
     __slots__ = ("_address", "address")
@@ -53,11 +53,11 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_init")
 
     def post(self) -> None:
-        """Raise the count. What this process wrote before is seen by whoever lowers it."""
+        """Raise the count. The process that lowers it sees all earlier writes of this one."""
         _post(self._address)
 
     def try_wait(self) -> bool:
-        """Lower the count if it is not zero."""
+        """Lower the count if it is not zero; return whether it was lowered."""
         return not _try(self._address)
 
     @property
@@ -68,7 +68,7 @@ class Semaphore:
         return value.value
 
     def wait(self, seconds: float) -> bool:
-        """Lower the count, as soon as it is not zero within the time."""
+        """Wait for the count to be nonzero and lower it; return False if the time is over."""
         until = time.time() + seconds
         deadline = _Timespec(int(until), int(until % 1 * 1e9))
         if not _wait(self._address, ctypes.byref(deadline)):

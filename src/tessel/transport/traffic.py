@@ -1,4 +1,4 @@
-"""Traffic: what a worker sent and received."""
+"""Traffic: the messages and bytes that a worker sent and received."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(repr=False)
 class Traffic:
-    """What this worker sent and received, payload only; `agreements` are counted apart.
+    """The messages and bytes that this worker sent and received, payload only.
 
     Attributes:
-        messages_between_hosts, bytes_between_hosts: of what it sent, what went to other hosts.
+        agreements: the number of agreements, which the other totals do not include.
+        messages_between_hosts, bytes_between_hosts: the part that was sent to other hosts.
     """
 
     messages: int = 0
@@ -21,6 +22,6 @@ class Traffic:
     bytes_between_hosts: int = 0
 
     def __repr__(self) -> str:
-        """As a dataclass has it, without what went to other hosts if there are none."""
+        """The representation of a dataclass, without traffic between hosts if there is none."""
         names = [each.name for each in fields(self)][: None if self.messages_between_hosts else -2]
         return f"Traffic({', '.join(f'{name}={getattr(self, name)}' for name in names)})"

@@ -1,4 +1,4 @@
-"""The wakeup of a worker lies in its segment of memory, and others use it to wake the worker."""
+"""Wakeups: semaphores in the segments of workers, by which others wake them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from tessel.transport.semaphore import Semaphore
 START = 64  # bytes from the start of a segment
 _ASLEEP = (START + SIZE) // 8  # words
 _LEFT = _ASLEEP + 1
-FOR_GOOD = 2**62  # in the place of a program's number, of a worker that leaves its job
+FOR_GOOD = 2**62  # in place of a program's number, for a worker that leaves its job
 END = START + 2 * SIZE
 
 
 class Wakeup:
-    """Wakes a worker that sleeps, and says whether it is still there.
+    """Wakes a sleeping worker, and tells whether it has left its job.
 
     Args:
-        segment: of the worker.
+        segment: the segment of the worker.
     """
 
     __slots__ = ("_segment", "_semaphore", "_words")
 
     def __init__(self, segment: Segment) -> None:
-        self._segment = segment  # kept: the semaphore lies in it
+        self._segment = segment  # kept alive, since it contains the semaphore
         self._words = segment.words
         self._semaphore = Semaphore(segment.start + START)
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Where in the memory of this process the semaphore lies, and the sign of sleep."""
+        """The addresses of the semaphore and of the flag of sleep in the memory of this process."""
         start = self._segment.start
         return start + START, start + 8 * _ASLEEP
 
     def initialise(self) -> None:
-        """Once, by its owner."""
+        """Initialise the semaphore; once, by its owner."""
         self._semaphore.initialise()
 
     def notify(self) -> None:
@@ -43,10 +43,11 @@ class Wakeup:
             self._semaphore.post()
 
     def set_asleep(self, asleep: bool) -> None:
-        """Say that this worker is about to sleep, or awake.
+        """Announce that this worker is about to sleep, or is awake.
 
-        The atomic operations after it let others see the flag before this worker looks again. On
-        processors that promise less a notification may be missed: that costs one nap.
+        The atomic operations after it make the flag visible to others before this worker looks
+        again. On processors with weaker guarantees a notification may be missed, which costs one
+        nap.
         """
         self._words[_ASLEEP] = asleep
         if asleep:
@@ -59,11 +60,11 @@ class Wakeup:
         return bool(self._words[_ASLEEP])
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; whether another worker notified this one."""
+        """Sleep; return whether another worker notified this one."""
         return self._semaphore.wait(seconds)
 
     def leave(self, after: int) -> None:
-        """Say after which program this worker has left its job; 0 if it is back."""
+        """Announce after which program this worker has left its job; 0 if it is back."""
         self._words[_LEFT] = after
 
     @property

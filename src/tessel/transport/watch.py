@@ -1,12 +1,12 @@
-"""The watch: finds out when a worker waits for what will never come, and says so to all.
+"""The watch: finds workers that wait for messages that will never come, and tells all workers.
 
-A job in which an exchange was not completed is broken: what its messages belong to is not known
-any more. The worker that notices raises the alarm, and every later call on every worker raises.
+A job in which an exchange was not completed is broken: its messages can no longer be matched. The
+worker that notices raises the alarm, and every later call on every worker raises.
 
-A thread looks twice a second at waits that have lasted some seconds. It puts on the board what this
-worker waits for, and reads there what the others do. Nobody will come if a worker that is needed
-has ended its program or given up the call, or if all workers that are needed, by this worker and by
-each other, wait, and not all for the same exchange. Others are waited for: slow is not wrong.
+A thread looks twice a second at waits that have lasted some seconds. It posts on the board what
+this worker waits for, and reads there what the others do. A wait is in vain if a needed worker has
+ended its program or given up the call, or if all needed workers (by this worker and by each other)
+wait, but not all for the same exchange. All other waits go on: slow is not wrong.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from tessel.settings import chosen
 from tessel.transport.board import BUSY, FAILED, FINISHED, WAITS, Board, Status
 from tessel.transport.request import Key
 
-SECONDS_BEFORE_ASKING = 2.0  # seconds after which others are asked
+SECONDS_BEFORE_ASKING = 2.0  # seconds of a wait after which the board is read
 TICK = 0.5  # seconds between two looks
-# Looks in vain, of all who wait, between two looks of this worker at the board. Gloo may hold
-# messages that are on their way, for a short time.
+# Looks in vain, by all that wait, between two reads of the board by this worker. Gloo may hold back
+# messages in transit for a short time.
 BEATS, BEATS_OF_WIRE = 2, 6
-MANY = 8  # workers that are looked at in each tick
+MANY = 8  # workers whose status is read in each tick
 LEVELS = ("warning", "info")
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _log = logging.getLogger("tessel")
 
 
 def number_of(call: int) -> int | None:
-    """The number of an exchange that is not part of a backward pass: those have a call's number."""
+    """The number of an exchange; None in a backward pass, where it is that of the call."""
     return ~call >> 1 if call < 0 else None
 
 
@@ -51,15 +51,15 @@ class Wait:
     """A thread that waits for others. (No dataclass: each exchange between GPUs makes two.)
 
     Args:
-        key: of the messages.
-        needs: the workers without whom it cannot go on.
-        number: of the wait.
-        interrupt: what ends a wait in which this worker cannot look at the alarm itself.
+        key: the key of the messages.
+        needs: the workers without which it cannot go on.
+        number: the number of the wait.
+        interrupt: ends a wait in which this worker cannot look at the alarm itself.
 
     Attributes:
-        beats: how often it looked in vain.
-        outer: the wait of the same thread in the course of which this one began.
-        place_in_order: among the exchanges of its group that hold no thread, from 1.
+        beats: the number of looks in vain.
+        outer: the wait of the same thread during which this one began.
+        place_in_order: its number among the exchanges of its group that hold no thread, from 1.
         holds_thread: whether its thread does nothing else.
     """
 
@@ -80,15 +80,15 @@ class Wait:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has what it waits for, if nobody says so."""
+        """Whether it is over without a call of `finish`."""
         return False
 
     def fault(self) -> str:
-        """Why it will never have it, as far as the wait itself can know."""
+        """Why it will never be over, as far as the wait itself can know."""
         return ""
 
     def tell(self, threads: Iterable[threading.Thread], text: str) -> None:
-        """Let threads raise that go on meanwhile, before it is interrupted."""
+        """Make threads raise that go on meanwhile, before it is interrupted."""
 
     @property
     def seconds(self) -> float:
@@ -96,7 +96,7 @@ class Wait:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether its thread sleeps, as far as the system says: else it may have what it needs."""
+        """Whether its thread sleeps, as far as known; else its messages may have come."""
         try:
             path = Path(f"/proc/self/task/{self.thread.native_id}/stat")
             return path.read_text().rpartition(")")[2].split()[0] == "S"
@@ -105,7 +105,7 @@ class Wait:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The call that it is in, and the line of the user's code."""
+        """The call in which it waits, and the line of the user's code."""
         what, operator, line = "", "", ""
         frame = sys._current_frames().get(self.thread.ident or 0)
         while frame is not None:
@@ -121,49 +121,49 @@ class Wait:
 
 
 class Watch:
-    """What this worker knows of the state of its job.
+    """The state of the job, as far as this worker knows.
 
     Attributes:
-        worker: this one.
-        alarm: one word, not 0 when the job is broken.
-        groups: of the job, by their code.
+        worker: this worker.
+        alarm: one word, nonzero if the job is broken.
+        groups: the groups of the job, by code.
     """
 
     def __init__(self) -> None:
         self.worker = 0
         self.workers: tuple[int, ...] = (0,)
         self.alarm: Any = array("q", [0])
-        self.groups: dict[int, Any] = {}  # `Group`, which knows this class
+        self.groups: dict[int, Any] = {}  # `Group`, which imports this class
         self._board: Board | None = None
         self._why = ""
         self._has_passed_on = False
         self._waits: dict[int, Wait] = {}  # by thread
-        self._of_devices: deque[Wait] = deque()  # that hold no thread, the oldest first
-        self._has_raised = False  # in a thread that communicates, since the job is broken
-        self._threads: set[threading.Thread] = set()  # that have communicated
+        self._of_devices: deque[Wait] = deque()  # waits that hold no thread, the oldest first
+        self._has_raised = False  # whether the program got an error of the broken job
+        self._threads: set[threading.Thread] = set()  # threads that have communicated
         self._num_waits = 0
         self._given_up: dict[int, tuple[int, int, str]] = {}
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        # what others did when it was first seen, and what this worker did then
+        # the current status of each other worker when first seen, and that of this worker then
         self._seen: dict[int, tuple[Status, Status]] = {}
         self._next_scan = 0.0  # when the statuses of others may be read again
-        self._told: float = 0.0  # seconds of a wait that was logged last
+        self._told: float = 0.0  # seconds of the wait that was logged last
         self._ended = threading.Event()
         self._posted: Status | None = None
         if chosen("TESSEL_LOG", LEVELS) == "info" and not _log.isEnabledFor(logging.INFO):
             _log.setLevel(logging.INFO)
             if not _log.hasHandlers():
                 _log.addHandler(logging.StreamHandler())
-        self._thread: threading.Thread | None = None  # until somebody waits
+        self._thread: threading.Thread | None = None  # None until a thread waits
 
     def attach(self, worker: int, workers: Iterable[int], board: Board, alarm: Any = None) -> None:
         """Join the workers of a job.
 
         Args:
-            worker: this one.
-            workers: of the job.
-            board: where they say what they do.
+            worker: this worker.
+            workers: the workers of the job.
+            board: the board on which they post their status.
             alarm: the word by which others tell this worker that the job is broken, if they can.
         """
         self.worker, self.workers, self._board = worker, tuple(workers), board
@@ -179,19 +179,19 @@ class Watch:
             self.raise_broken()
 
     def is_broken(self) -> bool:
-        """Whether another worker says that the job is broken."""
+        """Whether the job is broken, also by the board."""
         if not self.alarm[0] and self._board is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self.alarm[0] = bool(self._board.why_broken())
         return bool(self.alarm[0])
 
     def raise_broken(self) -> NoReturn:
-        """Say why and when the job broke."""
+        """Raise WorkerLost, which says why and when the job broke."""
         self._pass_on()
         raise WorkerLost(self.why())
 
     def why(self) -> str:
-        """Why and when the job broke, for an error that is raised now."""
+        """Why and when the job broke, for an error that the caller raises."""
         self.note_raised()
         if not self._why and self._board is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone
@@ -199,7 +199,7 @@ class Watch:
         return self._why or "this job is broken"
 
     def break_job(self, why: str) -> None:
-        """Let every later call on every worker raise, unless it does already."""
+        """Make every later call on every worker raise, unless the job is broken already."""
         if self.alarm[0] or os.getpid() != self._owner:  # not from a fork
             return
         at = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -211,23 +211,23 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 self._board.break_job(self._why)
         self.alarm[0] = self.alarm[0] or self.worker + 1
-        # Before others hear of it: one that destroys its process group then cuts connections of
-        # NCCL, and torch ends a process with an exchange that these belong to.
+        # Before others are told: one that then destroys its process group cuts connections of NCCL,
+        # and torch ends a process that has an exchange over these.
         self._end_device_waits()
         self._pass_on()
 
     def note_raised(self) -> None:
-        """Note that the program has an error of the broken job."""
+        """Note that the program got an error of the broken job."""
         self._has_raised = True
 
     def _pass_on(self) -> None:
-        """Give others the alarm, once: who raised it may have died before it came to all."""
+        """Pass the alarm on, once: the worker that raised it may have died before it told all."""
         if not self._has_passed_on and self._board is not None and os.getpid() == self._owner:
             self._has_passed_on = True
             self._board.pass_on()
 
     def give_up(self, groups: Iterable[tuple[int, int]], error: BaseException) -> None:
-        """Say that this worker makes no more exchanges before these, since a call was left."""
+        """Post that this worker makes no more exchanges before these, since a call was left."""
         text = f"{type(error).__name__}: {error}"
         for code, number in groups:
             self._given_up.pop(code, None)
@@ -235,7 +235,7 @@ class Watch:
         self._post(Status())
 
     def notes(self) -> str:
-        """What workers said of calls that others did not give up, for the text of an error."""
+        """The calls that some workers gave up and others did not, for the text of an error."""
         said: dict[tuple[int, int], dict[int, str]] = {}
         for worker in self.workers if self._board is not None else ():
             for code, number, why in self._board_of().read(worker).given_up:
@@ -249,22 +249,22 @@ class Watch:
         return "".join(found)
 
     def begin_program(self) -> None:
-        """Let the others know that this worker takes part again."""
+        """Tell the others that this worker takes part again."""
         if self._posted is not None and self._posted.state in (FINISHED, FAILED):
             self._post(Status())
 
     def end_program(self, error: BaseException | None) -> None:
-        """Let the others know that this worker comes to no further exchange."""
+        """Tell the others that this worker takes part in no further exchange."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
         self._post(Status(FINISHED if error is None else FAILED, text))
 
     def have_all_ended(self, seconds: float) -> bool:
-        """Whether the programs of all workers have ended, or do within these seconds."""
+        """Whether the programs of all workers have ended, waiting at most these seconds."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
                 states = [self._board_of().read(worker).state for worker in self.workers]
-            except RuntimeError:  # the store has gone: with worker 0, which has waited for all
+            except RuntimeError:  # the store ended with worker 0, which has waited for all
                 return True
             if all(state in (FINISHED, FAILED) for state in states):
                 return True
@@ -272,7 +272,7 @@ class Watch:
         return False
 
     def how_it_ended(self, worker: int) -> str:
-        """How the program of a worker ended that takes no part any more."""
+        """How the program of a worker ended that no longer takes part."""
         status = Status() if self._board is None else self._board.read(worker)
         return _ending(status) or "it has left the job"
 
@@ -294,7 +294,7 @@ class Watch:
         return wait
 
     def note_device(self, wait: Wait) -> None:
-        """Look after a wait that holds no thread, until it is over."""
+        """Watch a wait that holds no thread, until it is over."""
         waits = self._of_devices
         while waits and waits[0].is_over:
             waits.popleft()
@@ -303,7 +303,7 @@ class Watch:
             self._start()
 
     def forget_devices(self) -> None:
-        """Look no more after waits that hold no thread: they are over."""
+        """Stop watching waits that hold no thread, since they are over."""
         self._of_devices.clear()
 
     def _start(self) -> None:
@@ -312,40 +312,40 @@ class Watch:
             self._thread.start()
 
     def finish(self, wait: Wait) -> None:
-        """Note that it has what it waited for."""
+        """Note that a wait is over."""
         thread = wait.thread.ident or 0
         self._waits.pop(thread, None)
-        if wait.outer is not None:  # which goes on, say for messages of another host
+        if wait.outer is not None:  # it goes on, for example for messages of another host
             self._waits[thread] = wait.outer
 
     def describe(self, wait: Wait) -> str:
         """Where a thread waits, in the words of the user."""
         (what, line), (code, call) = wait.place, wait.key
-        if call < 0:  # of a backward pass it is the number of the call that it derives
+        if call < 0:  # in a backward pass it is the number of the call that is differentiated
             call = self.groups[code].num_calls + 1 if code in self.groups else 0
         return f"{what} (call {call}{', ' if line else ''}{line})"
 
     def describe_this_thread(self, key: Key) -> str:
-        """The same for the thread that asks."""
+        """Where the calling thread is, in the words of the user."""
         return self.describe(Wait(key, ()))
 
     def note_thread(self) -> None:
-        """Note that this thread communicates: as long as it runs others may wait for it."""
+        """Note that this thread communicates: while it runs, others may wait for it."""
         self._threads.add(threading.current_thread())
 
     @property
     def has_threads(self) -> bool:
-        """Whether several threads communicate, so that the order of messages says little."""
+        """Whether several threads communicate, so that the order of messages is not fixed."""
         return len(self._threads) > 1
 
     def _run(self) -> None:
         while not self._ended.wait(TICK):
-            # The store may be gone, and the process group: those who wait notice that themselves.
+            # The store or the process group may be gone: threads that wait notice that themselves.
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 self.look()
 
     def look(self) -> None:
-        """Look after waits that last long."""
+        """Check waits that last long."""
         waits = [
             each
             for each in [*self._waits.values(), *self._of_devices]
@@ -369,7 +369,7 @@ class Watch:
                 each.interrupt()
 
     def _end_device_waits(self) -> None:
-        """End waits that hold no thread, after the program was told: it goes on meanwhile."""
+        """End waits that hold no thread, after telling the program, which goes on meanwhile."""
         all_waits, self._of_devices = self._of_devices, deque()
         waits = [each for each in all_waits if not each.is_over]
         if not waits:
@@ -382,7 +382,7 @@ class Watch:
                 interrupt()
 
     def _find_fault(self, waits: list[Wait]) -> str:
-        """Why nobody will come, if that is so."""
+        """Why a wait is in vain; an empty string if none is."""
         for each in waits:
             if each.interrupt is not None and each.is_asleep:
                 each.beats += 1
@@ -390,7 +390,8 @@ class Watch:
         self._post(mine)
         if time.monotonic() < self._next_scan:
             return ""
-        # All who wait read of all others: the more there are the more rarely, for the store's sake.
+        # All that wait read the status of all others: the more there are the more rarely, to spare
+        # the store.
         self._next_scan = time.monotonic() + TICK * len(self.workers) / MANY
         statuses, new = {self.worker: mine}, list(mine.needs)
         while new:
@@ -411,7 +412,7 @@ class Watch:
             self._log(waits, sorted(busy))
         if len(unchanged) < len(statuses) or any(w.state != WAITS for w in statuses.values()):
             return ""
-        # Who all wait for the same have sent what the others need: it is on its way.
+        # Workers that all wait for the same exchange have sent their messages: they are in transit.
         if len({key for each in statuses.values() for key in each.keys}) == 1:
             return ""
         said = [f"worker {worker} waits in {statuses[worker].text}" for worker in sorted(statuses)]
@@ -419,9 +420,9 @@ class Watch:
         return both + self.notes()
 
     def _is_unchanged(self, worker: int, status: Status, mine: Status, beats: int) -> bool:
-        """Whether a worker does what it did when both had looked less often in vain.
+        """Whether a worker's status is the same after both have looked in vain several times.
 
-        All that was sent before its first look has then come, to this worker and to that one.
+        All messages sent before the first look have then reached both workers.
         """
         seen, own = self._seen.get(worker, (None, mine))
         same = seen is not None and seen._replace(beats=status.beats, text=status.text) == status
@@ -432,9 +433,9 @@ class Watch:
         return has_looked and mine.beats - own.beats >= beats
 
     def _never_comes(self, worker: int, wait: Wait, status: Status) -> str:
-        """Why a worker will never do what a wait needs of it."""
+        """Why a worker will never take part in the exchange of a wait; empty if it may."""
         here = f"worker {self.worker} waits in {self.describe(wait)} for worker {worker}"
-        # A program that ended before this one began says nothing about this one.
+        # The end of an earlier program means nothing for this one.
         if (ending := _ending(status)) and status.program >= endings.program:
             return f"{here}: {ending}"
         number = number_of(wait.key[1])
@@ -442,17 +443,17 @@ class Watch:
             if number is not None and code == wait.key[0] and number < first:
                 return f"{here}, which left the call by {text}"
         place = wait.place_in_order or 0
-        # Who waits elsewhere before it has begun the exchange will not begin it: the others wait.
+        # A worker that waits elsewhere before this exchange will not begin it: others wait, too.
         if status.state == WAITS and dict(status.begun).get(wait.key[0], place) < place:
             same = "all workers must make the same calls in the same order"
             return f"{same}, but {here}, which waits in {status.text}{self.notes()}"
         return ""
 
     def _own_status(self, waits: list[Wait]) -> Status:
-        """What this worker does: it waits if all threads that communicate do."""
+        """The status of this worker, which waits if all threads that communicate do."""
         waiting = {each.thread for each in waits if each.holds_thread}
-        # A thread of autograd's own computes gradients for one of Python's, which waits for it; and
-        # so does one that joins another.
+        # A thread of autograd computes gradients for a thread of Python, which waits for it, as
+        # does a thread that joins another.
         free = {
             each
             for each in self._threads - waiting
@@ -475,8 +476,8 @@ class Watch:
         return self._board
 
     def _post(self, status: Status) -> None:
-        """Say what this worker does, besides what it has given up."""
-        with self._lock:  # of two threads, the watch and the one that gives up a call
+        """Post the status of this worker, with the calls that it has given up."""
+        with self._lock:  # two threads post: the watch, and one that gives up a call
             self._posted = status._replace(
                 program=endings.program,
                 given_up=tuple(self._given_up.values()),
@@ -488,7 +489,7 @@ class Watch:
 
     def _log(self, waits: list[Wait], busy: list[int]) -> None:
         seconds = max(each.seconds for each in waits)
-        if seconds < 2 * self._told:  # ever more rarely
+        if seconds < 2 * self._told:  # log less and less often
             return
         self._told = seconds
         names = " and ".join(f"worker {each}" for each in busy)
@@ -519,7 +520,7 @@ def _ending(status: Status) -> str:
 
 
 def _call_in(function: str, values: Mapping[str, Any]) -> str:
-    """Which call a function belongs to, if its variables say so."""
+    """The call that a function belongs to, if its variables tell."""
     owner = values.get("self")
     if function == "backward" and hasattr(ctx := values.get("ctx"), "call"):
         return f"the backward of {getattr(ctx, 'operator', None) or getattr(ctx, 'product', '')}"

@@ -17,21 +17,21 @@ from tessel.encoding import decode, encode
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.request import OutOfStep
 
-AGREEMENT = 2**30 + 2  # the tag of agreements between hosts: no number has it
-_LONGEST = 2**36  # bytes of an encoded item: more is a length that was misread
-# what Gloo and NCCL both move as it is; anything else travels as bytes
-# what NCCL adds; complex numbers are pairs of these
+AGREEMENT = 2**30 + 2  # the tag of agreements between hosts, which `tag_of` never returns
+_LONGEST = 2**36  # bytes of an encoded item: a larger number is a misread length
+# dtypes that NCCL adds; complex numbers are pairs of these
 _ADDED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+# dtypes that both Gloo and NCCL move directly; others are sent as bytes
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
 
 
 def tag_of(call: int) -> int:
-    """The number of a call or of an exchange, as Gloo's messages carry it."""
+    """The tag for the number of a call or of an exchange, as Gloo's messages carry it."""
     return (2 * ~call + 1 if call < 0 else 2 * call) % 2**30
 
 
 def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> Callable[[], None]:
-    """Ask for a message, in its place if that is possible; what waits until it is there."""
+    """Request a message, in its place if possible; return a function that waits for it."""
     staged = staged_for(buffer)
     work: Any = dist.irecv(wired(staged), src=buffer.worker, group=handle, tag=tag)
 
@@ -44,7 +44,7 @@ def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> Callable[[], None]:
 
 
 def staged_for(buffer: ReceiveBuffer) -> Tensor:
-    """A contiguous tensor for what comes: its place itself, if it can be written there."""
+    """A contiguous tensor for a message: its place itself, if it can be written directly."""
     place = buffer.place
     if not buffer.adds and place.is_contiguous() and not place.is_conj():
         return place
@@ -52,12 +52,12 @@ def staged_for(buffer: ReceiveBuffer) -> Tensor:
 
 
 def send(buffer: SendBuffer, handle: Any, tag: int) -> Callable[[], None]:
-    """Start a message; what waits until it has left."""
+    """Start a message; return a function that waits until it has been sent."""
     tensor = packed(buffer.tensor)
     work: Any = dist.isend(wired(tensor), dst=buffer.worker, group=handle, tag=tag)
 
     def wait(kept: Tensor = tensor) -> None:
-        # `kept` is the tensor itself: nobody else may hold it, and it must live until it has left.
+        # `kept` is the tensor itself: nobody else may hold it, and it must live until it was sent.
         work.wait()
 
     return wait
@@ -71,17 +71,17 @@ def swap(
     handle: Any,
     number: int | None = None,
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """One collective for all messages of a group; what comes, for each buffer, and what waits.
+    """Start one collective for all messages of a group; return the values and a wait function.
 
-    Messages carry a number, if there is one, which must be the same on all workers. Without one, as
-    on a GPU, where each copy is a launch, a single message leaves from where it lies, and comes to
-    its place at once; a GPU computes on while it travels.
+    Messages carry a number, if given, which must be the same on all workers. Without one, as on a
+    GPU, where each copy is a launch, a single message is sent from its tensor and received in its
+    place directly; a GPU goes on computing meanwhile.
     """
     given = {buffer.worker: as_bytes(packed(buffer.tensor)) for buffer in sends}
     asked = {buffer.worker: buffer.place.nbytes for buffer in receives}
     takes = [asked.get(worker, 0) for worker in workers]
     if number is not None:
-        # as long as the longest number, so that what follows can be viewed as any dtype
+        # as long as the longest number, so that the bytes after it can be viewed as any dtype
         mine = torch.tensor([number, 0], device="cpu").view(torch.uint8)
         given = {w: torch.cat([mine, given[w]]) if w in given else mine for w in workers}
         takes = [mine.numel() + size for size in takes]
@@ -97,7 +97,7 @@ def swap(
         into, sent, takes, gives, group=handle, async_op=number is None
     )
 
-    def wait(kept: Tensor = sent) -> None:  # until it has left
+    def wait(kept: Tensor = sent) -> None:  # `kept` lives until it was sent
         if work is not None:
             work.wait()
 
@@ -114,7 +114,7 @@ def swap(
 
 
 def _only_place(receives: Sequence[ReceiveBuffer]) -> Tensor | None:
-    """Where all that comes may be written as it comes; None if it must be put in its places."""
+    """The single place into which messages can be received directly, or None."""
     full = [buffer for buffer in receives if buffer.place.numel()]
     if len(full) != 1 or full[0].adds:
         return None
@@ -123,12 +123,12 @@ def _only_place(receives: Sequence[ReceiveBuffer]) -> Tensor | None:
 
 
 def all_reduce(totals: Sequence[Tensor], handle: Any) -> Callable[[], None]:
-    """Start the sums of contiguous tensors of a GPU over a group, in their places; what waits."""
+    """Start the sums of contiguous tensors over a group, in place; return a wait function."""
     numbers = [torch.view_as_real(each) if each.is_complex() else each for each in totals]
     if len(numbers) == 1:
         alone: Any = dist.all_reduce(numbers[0], group=handle, async_op=True)
-        return lambda: alone.wait()  # (its result says nothing)
-    # in one launch, while the host goes on: what torch's coalescing manager calls in the end
+        return lambda: alone.wait()  # (its result is meaningless)
+    # in one launch, while the host goes on, as torch's coalescing manager does
     options = distributed_c10d.AllreduceCoalescedOptions()
     options.asyncOp = True
     work: Any = handle.allreduce_coalesced(numbers, options)
@@ -136,31 +136,31 @@ def all_reduce(totals: Sequence[Tensor], handle: Any) -> Callable[[], None]:
 
 
 def all_gather(parts: Sequence[Tensor], handle: Any) -> tuple[list[Tensor], Callable[[], None]]:
-    """Start to bring together contiguous tensors of GPUs, each in a row of its own; what waits."""
+    """Start to gather contiguous tensors as rows; return these and a wait function."""
     size = handle.size()
     found = [each.new_empty((size, *each.shape)) for each in parts]
     options = distributed_c10d.AllgatherOptions()
     options.asyncOp = True
-    # (since 2.13 by the first name)
+    # (the first name exists since torch 2.13)
     name = "all_gather_single_coalesced"
     start = getattr(handle, name, None) or handle.allgather_into_tensor_coalesced
-    # in one launch; Gloo, by which tests come here, wants rows one behind the other
+    # in one launch; Gloo, with which tests run this, needs concatenated rows
     work: Any = start([rows.flatten(0, 1) for rows in found], list(parts), options)
     return found, lambda: work.wait()
 
 
 def share_over(handle: Any, item: Any) -> list[Any]:
-    """Every worker's item, in the order of a process group, which may be none of ours; slow.
+    """Gather every worker's item, in the order of a process group, which may be any; slow.
 
-    If one worker's item has no form, all of them raise TypeError.
+    If one worker's item cannot be encoded, all of them raise TypeError.
     """
     return told(share_bytes(said(item), control_device(handle), handle))
 
 
 def said(item: Any) -> bytes:
-    """An item as others are told it, or why it cannot be: they wait for something.
+    """Encode an item for others, or the reason why it cannot be, since they wait for a message.
 
-    It is encoded, not pickled: what comes from the network can be nothing but values.
+    It is encoded, not pickled: nothing but values can come from the network.
     """
     try:
         return encode((item, ""))
@@ -169,7 +169,7 @@ def said(item: Any) -> bytes:
 
 
 def told(everyones: Sequence[bytes]) -> list[Any]:
-    """The items of all workers of a group."""
+    """Decode the items of all workers of a group."""
     items = []
     for place, heard in enumerate(everyones):
         try:
@@ -186,7 +186,7 @@ def told(everyones: Sequence[bytes]) -> list[Any]:
 
 
 def share_bytes(said: bytes, device: torch.device, handle: Any) -> list[bytes]:
-    """What each worker said, in the order of the group: lengths first, then all of it, padded."""
+    """Gather the bytes of each worker, in group order: lengths first, then padded bytes."""
     size = dist.get_world_size(handle)
     with torch._C._DisableFuncTorch():  # these tensors belong to no transform of torch.func
         mine = torch.tensor([len(said)], dtype=torch.int64, device=device)
@@ -210,9 +210,9 @@ def share_bytes(said: bytes, device: torch.device, handle: Any) -> list[bytes]:
 
 
 def share_words(words: Sequence[int], size: int, device: torch.device, handle: Any) -> bytes:
-    """Every worker's words, in the order of the group.
+    """Gather every worker's words, in group order.
 
-    One small all-to-all, which takes a fifth of the time of Gloo's all-gather.
+    By one small all-to-all, which takes a fifth of the time of Gloo's all-gather.
     """
     with torch._C._DisableFuncTorch():  # these tensors belong to no transform of torch.func
         mine = torch.tensor([*words] * size, dtype=torch.int64, device=device)
@@ -222,10 +222,10 @@ def share_words(words: Sequence[int], size: int, device: torch.device, handle: A
 
 
 def close(handle: Any, other: int) -> None:
-    """Close the connections of a group of Gloo, so that whoever waits for messages raises.
+    """Close the connections of a group of Gloo, so that every wait for its messages raises.
 
-    Gloo does so by itself when a message does not come in time: it is asked for one of another
-    worker that is never sent. Other backends are left alone.
+    Gloo does so by itself when a message does not come in time: so one is requested that is never
+    sent. Other backends are left alone.
     """
     if control_device(handle).type == "cpu":
         with contextlib.suppress(RuntimeError):
@@ -236,13 +236,13 @@ def close(handle: Any, other: int) -> None:
 
 
 def control_device(handle: Any) -> torch.device:
-    """Where small control messages live: the CPU if the group can move CPU tensors."""
+    """The device of small control messages: the CPU if the group can send CPU tensors."""
     backends = str(dist.get_backend_config(handle))
     return torch.device("cpu" if "gloo" in backends or "mpi" in backends else "cuda")
 
 
 def moves_on_device(handle: Any) -> bool:
-    """Whether tensors of a GPU travel from there, by NCCL, while the host goes on."""
+    """Whether tensors of a GPU are sent by NCCL, while the host goes on."""
     return "nccl" in str(dist.get_backend_config(handle))
 
 
@@ -259,7 +259,7 @@ def packed(tensor: Tensor) -> Tensor:
 
 
 def wired(buffer: Tensor) -> Tensor:
-    """A contiguous tensor as a backend can move it; torch itself refuses others here."""
+    """View a contiguous tensor in a dtype that backends can send; torch raises for others."""
     return buffer if buffer.dtype in _NATIVE else as_bytes(buffer)
 
 

@@ -1,4 +1,4 @@
-"""The job of this process, as `torch.distributed` knows it."""
+"""The world: this process among the workers of its job, by `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tessel.limits import time_limit
 from tessel.settings import warn_of_unknown, whole_number
 from tessel.transport.launchers import find_job, meet, own_interface
 
-CAN_BE_DISTRIBUTED = dist.is_available()  # torch may have been built without it
+CAN_BE_DISTRIBUTED = dist.is_available()  # torch may be built without it
 
 
 def is_distributed() -> bool:
@@ -23,10 +23,11 @@ def is_distributed() -> bool:
 
 
 def this_worker() -> int:
-    """The number of this process among all workers of the job."""
-    if torch.compiler.is_compiling():  # dynamo does not see that there is no group
+    """The rank of this process among all workers of the job."""
+    if torch.compiler.is_compiling():  # Dynamo does not see that there is no group
         return dist.get_rank() if CAN_BE_DISTRIBUTED and dist.is_initialized() else 0
-    # Every call asks several times: the group itself, as `dist.get_rank()` asks it four times over.
+    # Every call needs it several times: so from the group, as `dist.get_rank()` looks it up four
+    # times.
     job = dist.group.WORLD if CAN_BE_DISTRIBUTED else None
     return 0 if job is None else job.rank()
 
@@ -37,7 +38,7 @@ def num_workers() -> int:
 
 
 def launched_as() -> str | None:
-    """What the launcher's variables say of this process; None for a world of one.
+    """The place of this process by the launcher's variables, in words; None for a world of one.
 
     Raises:
         ValueError: as `join` does.
@@ -50,7 +51,7 @@ def launched_as() -> str | None:
 
 
 def launched_task() -> tuple[int, int]:
-    """The number of this process, and how many there are, as its launcher says before they meet."""
+    """The rank of this process and the number of workers, by its launcher before they meet."""
     if is_distributed():
         return this_worker(), num_workers()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -60,14 +61,14 @@ def launched_task() -> tuple[int, int]:
 
 
 def join(backend: str | None = None) -> bool:
-    """Join the job that the launcher's environment describes; whether there was one to join.
+    """Join the job that the launcher's environment describes; return whether there was one.
 
     Args:
-        backend: "gloo" or "nccl"; None for what fits the devices.
+        backend: "gloo" or "nccl"; None for the one that fits the devices.
 
     Raises:
-        ValueError: if the variables of srun or mpirun say that there are several tasks, but not how
-            they meet.
+        ValueError: if the variables of srun or mpirun show that there are several tasks, but not
+            how they meet.
         RuntimeError: if they do not meet.
     """
     if is_distributed():
@@ -76,12 +77,12 @@ def join(backend: str | None = None) -> bool:
         job = find_job(os.environ)
         if job is not None:  # meet the other tasks that srun or mpirun has started
             store = meet(job, time_limit())
-            # After they have met, what torchrun would have set: a second attempt is to look at the
-            # launcher's variables.
+            # After they have met, set torchrun's variables: a second attempt must read the
+            # launcher's.
             for name, value in job.variables.items():
                 os.environ.setdefault(name, value)
             interface = own_interface(job)
-            if interface is not None:  # Gloo and NCCL would take what the host's name stands for
+            if interface is not None:  # Gloo and NCCL would use the address of the host's name
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
             _places.clear()
@@ -104,8 +105,8 @@ def join(backend: str | None = None) -> bool:
         _places[key] = _LauncherStore(*next(dist.rendezvous("env://", **settings)))
     place = _places[key]
     place.jobs += 1
-    # The store of the launcher outlives a job: one who comes to the next job early must not find
-    # the server of the last one as it goes, or the addresses that were left there.
+    # The store of the launcher outlives a job: a worker that joins the next job early must find
+    # neither the server of the last one as it ends, nor the addresses that it left there.
     store = dist.PrefixStore(f"tessel/{place.jobs}", place.store)
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.workers, timeout=limit
@@ -115,16 +116,16 @@ def join(backend: str | None = None) -> bool:
 
 @dataclass
 class _LauncherStore:
-    """Where the workers of a launcher meet. A job may be joined and left several times."""
+    """The store in which workers of a launcher meet. A job may be joined and left several times."""
 
     store: Any
     rank: int
     workers: int
     jobs: int = 0
-    binds_gpus: bool = False  # each worker sees its own ones alone
+    binds_gpus: bool = False  # each worker sees only its own GPUs
 
 
-_places: dict[tuple[str | None, ...], _LauncherStore] = {}  # by what the environment says of them
+_places: dict[tuple[str | None, ...], _LauncherStore] = {}  # by variables of the environment
 
 
 def _key() -> tuple[str | None, ...]:
@@ -133,7 +134,7 @@ def _key() -> tuple[str | None, ...]:
 
 
 def _has_own_gpu() -> bool:
-    """Whether each worker of this host can have a GPU, which NCCL does not let two share."""
+    """Whether each worker of this host can have its own GPU, which NCCL requires."""
     workers = whole_number("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if gpus and _binds_gpus():
@@ -148,6 +149,6 @@ def _has_own_gpu() -> bool:
 
 
 def _binds_gpus() -> bool:
-    """Whether the launcher lets each worker see GPUs that no other one has."""
+    """Whether the launcher shows each worker only GPUs that no other worker has."""
     place = _places.get(_key())
     return place is not None and place.binds_gpus

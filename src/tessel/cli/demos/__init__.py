@@ -1,8 +1,8 @@
-"""The demos of `tessel demo`: each shows that several workers compute what one process computes.
+"""The demos of `tessel demo`: each shows that several workers compute the same as one process.
 
 Models, data and problems are those of `examples/`; this package runs them on all workers and in one
-process, and compares. A demo is a module with `STEPS` (what the progress bar counts) and
-`run(size, note)`, which runs on every worker and returns reports on the first. It may import
+process, and compares. A demo is a module with `STEPS` (counted by the progress bar) and `run(size,
+note)`, which runs on every worker and returns reports on the first. This package may import
 everything but the commands in `cli`.
 """
 

@@ -28,14 +28,14 @@ LIMIT = 1e-12  # of the loss, and of gradients relative to the largest
 STEPS = (TITLE,)
 FEATURES, SAMPLES = 64, 64
 
-Holding = tuple[int, int, int]  # classes, bytes of the head, and those that a step makes, at most
+Holding = tuple[int, int, int]  # classes, bytes of the head, and peak bytes made by a step
 
 
 def run(size: int, note: Say) -> list[Report]:
-    """Run on every worker; the report on the first."""
+    """Run on every worker; return the report on the first."""
     P = world()
     settings = classes.Settings(
-        classes=100 * size + 1,  # so many that the head is the largest of all, and no even number
+        classes=100 * size + 1,  # so that the head is the largest layer, and splits unevenly
         features=FEATURES,
         samples=SAMPLES,
         dtype=torch.float64,
@@ -43,14 +43,14 @@ def run(size: int, note: Say) -> list[Report]:
     x, target = classes.make_data(settings)
     alone = classes.make_model(x.shape[1], replace(settings, is_split=False))
     split = classes.make_model(x.shape[1], settings)
-    # the first worker goes first while the others wait, so that it has the time of one process
+    # the first worker runs alone while the others wait, so that it measures the time of one process
     expected = measured(alone, x, target) if P.rank == 0 else None
     P.group.share_objects(None)
     loss, whole, _, before = expected or measured(alone, x, target)
     found, holding, bytes_sent, after = measured(split, x, target)
     assert isinstance(split.head, ParallelLinear)
     layouts = {f"head.{name}": layout for name, layout in split.head.layouts.items()}
-    errors = [0.0]  # of this worker's gradients, relative to the largest of each
+    errors = [0.0]  # of this worker's gradients, relative to the largest value of each
     for (name, p), q in zip(split.named_parameters(), alone.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         part = layouts[name].local_part(q.grad) if name in layouts else q.grad
@@ -84,14 +84,14 @@ def run(size: int, note: Say) -> list[Report]:
 def measured(
     model: classes.Classifier, x: Tensor, target: Tensor
 ) -> tuple[Tensor, Holding, int, float]:
-    """Of a step: the loss, what the process holds, the bytes that it sent, and how long it took."""
-    for _ in range(2):  # the first time layouts are agreed on and kept
+    """Measure a step: its loss, memory, bytes sent, and time."""
+    for _ in range(2):  # the first time, layouts are agreed on and cached
         model.zero_grad()
         begin = time.perf_counter()
         with count_traffic() as traffic:
             _, loss = classes.step(model, x, target)
         seconds = time.perf_counter() - begin
-    # Apart from the time, since to count takes some.
+    # Separately, since counting takes time.
     model.zero_grad()
     with count_memory() as memory:
         classes.step(model, x, target)

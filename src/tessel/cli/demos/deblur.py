@@ -1,4 +1,4 @@
-"""The fifth demo: a picture that was blurred in three ways and is noisy is reconstructed."""
+"""The fifth demo: the reconstruction of a noisy picture from three blurs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tessel.operators.units import num_bytes
 from tessel.testing import count_memory, count_traffic
 
 TITLE = "a reconstruction"
-LIMIT = 1e-10  # of the error: sums in another order, iterated
+LIMIT = 1e-10  # of the error: sums in another order, over iterations
 ITERATIONS = 15
 STEPS = (TITLE,) * ITERATIONS
 
 
 def run(size: int, note: Say) -> list[Report]:
-    """Run on every worker; the report on the first."""
-    length = max(64, size)  # large enough for something to be seen
+    """Run on every worker; return the report on the first."""
+    length = max(64, size)  # large enough to see something
     settings = deblur.Settings(
         size=length,
         iterations=ITERATIONS,
@@ -45,7 +45,7 @@ def run(size: int, note: Say) -> list[Report]:
         result = deblur.reconstruct(
             ctx, bundle, settings, lambda _, psnr: note(f"{TITLE}: PSNR {psnr:.2f} dB")
         )
-        # One more iteration, for what it sends and holds: to count takes time.
+        # One more iteration, to count bytes and memory, which takes time.
         with count_traffic() as traffic, count_memory() as memory, torch.no_grad():
             x = bundle.signal.data
             bundle.prior.prox(x - bundle.data_fidelity.grad(x))
@@ -57,7 +57,7 @@ def run(size: int, note: Say) -> list[Report]:
         expected = deblur.in_plain_torch(settings)
         before = time.perf_counter() - begin
         blurs, measured = deblur.problem(settings)
-        with count_memory() as memory:  # of one iteration, as that of the workers is
+        with count_memory() as memory:  # of one iteration, as for the workers
             deblur.iterate_in_plain_torch(expected, blurs, measured, settings)
         sizes, all_peaks = sizes_of_parts(bundle.signal.layout), (memory.peak, *peaks)
     rows = [(part, peak, peak / memory.peak) for part, peak in zip(sizes, all_peaks, strict=True)]

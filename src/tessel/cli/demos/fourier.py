@@ -33,18 +33,18 @@ TITLE = "a Fourier transform"
 TITLE_OF_STEP = "a step of an FNO"
 LIMIT = 1e-10  # of relative errors
 STEPS = (TITLE,)
-REPEATS = 5  # of the transform, for its time
+REPEATS = 5  # repetitions of the transform, for its time
 
 
 def run(size: int, note: Say) -> list[Report]:
-    """Run on every worker; the reports on the first."""
+    """Run on every worker; return the reports on the first."""
     found = [transform(max(4, size // 4)), train_fno(max(16, size // 4) + 3)]
     note(TITLE)
     return found if world().rank == 0 else []
 
 
 def transform(length: int) -> Report:
-    """Transform a tensor in pencils, as planned, and compare with `torch.fft` in one process."""
+    """Transform a tensor in pencils by a plan, and compare with `torch.fft` in one process."""
     # Three lengths, so that no two dimensions can be mistaken for each other, and uneven parts.
     shape = (length, length + 2, length + 5)
     along = [ParDFT(torch.complex128, n) for n in shape[:-1]]
@@ -85,12 +85,16 @@ def transform(length: int) -> Report:
 def compared_with_torch(
     F: Distributed, whole: Tensor
 ) -> tuple[dict[str, float], int, tuple[float, float]]:
-    """The largest differences from `torch.fft`, the bytes that all workers sent, and the seconds
-    of one process and of the workers."""
+    """Compare a distributed transform with `torch.fft`.
+
+    Returns:
+        The largest differences, the bytes that all workers sent, and the seconds of one process and
+        of the workers.
+    """
     x = F.layout_in.local_part(whole).clone().requires_grad_()
     with count_traffic() as traffic:
         y = F * x
-    # Of the result, of the gradient of ½ Σ w |y|², and of the inverse, on this worker.
+    # The result, the gradient of ½ Σ w |y|², and the inverse, on this worker.
     X = whole.clone().requires_grad_()
     Y = torch.fft.rfftn(X)
     weights = wave(Y.shape, phase=1.0)
@@ -112,7 +116,7 @@ def compared_with_torch(
 
 
 def distributed(operator: ParOperator, workers: Sequence[int], end: str | None) -> Distributed:
-    """An operator that is distributed, and neither bound nor combined."""
+    """Distribute an operator that is neither bound nor combined."""
     found = distribute(operator, workers, end)
     assert isinstance(found, Distributed)
     return found
@@ -127,16 +131,16 @@ def as_shapes(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def train_fno(length: int) -> Report:
-    """Train a model on all workers and on one, from the same parameters."""
+    """Train a model on all workers and on one, with the same initial parameters."""
     P = world()
     P_x = P.create_cartesian_topology_partition((1, 1, *grid(P.size)))
-    me = Partition((P.rank or 0,), (1, 1, 1, 1))  # each worker is one process, for itself
+    me = Partition((P.rank or 0,), (1, 1, 1, 1))  # each worker as a single process
     settings = darcy.Settings(
         points=length, num_train=2, num_test=0, width=8, modes=6, blocks=2, rate=0.1
     )
     inputs, solutions = darcy.make_data(settings)
     model, alone = (darcy.make_model(each, settings, inputs.dtype) for each in (P_x, me))
-    alone.load_state_dict(model.state_dict())  # gathers what is in parts
+    alone.load_state_dict(model.state_dict())  # gathers parts
     x, u = (Layout.balanced(P_x, each.shape).local_part(each) for each in (inputs, solutions))
     y, after, bytes_sent = train(model, P, x.clone(), u, settings)
     expected, before, _ = train(alone, me, inputs, solutions, settings)
@@ -167,7 +171,7 @@ def train_fno(length: int) -> Report:
 def train(
     model: FNO, workers: Partition, x: Tensor, u: Tensor, settings: darcy.Settings
 ) -> tuple[Tensor, float, int]:
-    """Two steps, since the first one makes plans: the output, time and bytes sent of the second."""
+    """Train two steps; return output, time and bytes sent of the second, which makes no plans."""
     optimizer = torch.optim.SGD(model.parameters(), settings.rate)
     error = darcy.RelativeError(workers, x.dtype)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The first demo: data movements, how exact they are, and what they send."""
+"""The first demo: data movements, their accuracy, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tessel.core.partition import Partition, world
 from tessel.operators.units import num_bytes, num_seconds
 from tessel.testing import count_traffic
 
-LIMIT = 1e-12  # of errors in float64: movements copy and add, and hardly round
-REPEATS = 9  # of each movement, for its time
+LIMIT = 1e-12  # of errors in float64: movements copy and add, with little rounding
+REPEATS = 9  # repetitions of each movement, for its time
 
 STEPS = ("all-sum-reduce", "broadcast", "repartition", "halo exchange")
 
 Reference = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Case = tuple[Callable[[Tensor], Tensor], Sequence[Tensor], Reference]
-# What one worker saw of an operator A that all apply together: the largest differences of an output
-# and of a gradient from the reference, its shares of ⟨Ax, y⟩ and ⟨x, Aᴴy⟩, and, of one application,
-# bytes and messages that it sent and the median time.
+# One worker's results for an operator A that all apply together: the largest differences of an
+# output and of a gradient from the reference, its shares of ⟨Ax, y⟩ and ⟨x, Aᴴy⟩, and, for one
+# application, the bytes and messages that it sent and the median time.
 Seen = tuple[float, float, float, float, int, int, float]
 
 _LEGEND = """\
@@ -40,8 +40,12 @@ sent       by all workers together, each time; time is the median\
 
 
 def together(seen: Sequence[Seen]) -> tuple[float, float, float, int, int, float]:
-    """What all workers saw of an operator: the errors of the dot-test, of values and of gradients,
-    bytes and messages of an application, and its time, which ends with the slowest worker."""
+    """Combine the results of all workers for an operator.
+
+    Returns:
+        The errors of the dot-test, of values and of gradients, the bytes and messages of an
+        application, and its time, that of the slowest worker.
+    """
     values, gradients, forward, adjoint, sent, messages, seconds = zip(*seen, strict=True)
     left, right = sum(forward), sum(adjoint)
     dot_test = abs(left - right) / max(abs(left), abs(right), 1e-300)
@@ -51,7 +55,7 @@ def together(seen: Sequence[Seen]) -> tuple[float, float, float, int, int, float
 
 @dataclass(frozen=True)
 class Movements(Report):
-    """A row for each movement, whose largest error counts."""
+    """A report with a row for each movement, whose largest error counts."""
 
     @property
     def wrong(self) -> list[str]:
@@ -63,7 +67,7 @@ class Movements(Report):
 
 
 def as_error(error: float) -> str:
-    """An error, and by its colour whether it is rounding."""
+    """An error, coloured by whether it is due to rounding."""
     return f"[{'green' if error <= LIMIT else 'bold red'}]{as_text(error)}[/]"
 
 
@@ -72,9 +76,9 @@ def draw(size: int, stripes: Layout, squares: Layout, folder: Path) -> tuple[Pat
 
     Args:
         size: the length of the tensor's sides.
-        stripes: where it lies when the workers stand one below the other.
-        squares: where it lies on the most square grid of workers.
-        folder: of the picture.
+        stripes: its layout on a column of workers.
+        squares: its layout on the most square grid of workers.
+        folder: the folder of the picture.
     """
     width = halo_width(size)
     before, after = (" × ".join(map(str, each.partition.shape)) for each in (stripes, squares))
@@ -99,7 +103,7 @@ def draw(size: int, stripes: Layout, squares: Layout, folder: Path) -> tuple[Pat
 
 
 def grid(workers: int) -> tuple[int, int]:
-    """The most square grid of so many workers.
+    """The most square grid of this number of workers.
 
     >>> from tessel.cli.demos.movements import grid
     >>> grid(4), grid(6), grid(5)
@@ -110,7 +114,7 @@ def grid(workers: int) -> tuple[int, int]:
 
 
 def halo_width(size: int) -> int:
-    """The width of the halo: wide enough to be seen in the picture."""
+    """The width of the halo: wide enough to be visible in the picture."""
     return max(1, size // 16)
 
 
@@ -147,12 +151,12 @@ def run(size: int, note: Say) -> list[Report]:
 def examine(
     operator: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], reference: Reference
 ) -> Seen:
-    """Compare an operator on all workers with what one process computes, on every worker.
+    """Compare an operator on all workers with the result of one process, on every worker.
 
     Args:
-        operator: takes this worker's input to this worker's output, together with the others.
+        operator: maps this worker's input to this worker's output, together with the others.
         inputs: the inputs of all workers.
-        reference: takes them to the outputs of all workers, in one process, with plain torch.
+        reference: maps them to the outputs of all workers, in one process, with plain torch.
     """
     me = world().rank or 0
     x = inputs[me].clone().requires_grad_()
@@ -168,7 +172,7 @@ def examine(
     # On the workers: Aᴴw for the dot-test, and the same gradient.
     (adjoint,) = torch.autograd.grad(y, x, weights[me], retain_graph=True)
     (gradient,) = torch.autograd.grad(y, x, weights[me] * y.detach())
-    with torch.no_grad():  # the time of the movement, without what is kept for a backward pass
+    with torch.no_grad():  # the time of the movement, without preparing a backward pass
         seconds = median_seconds(lambda: operator(x), REPEATS)
     return (
         largest(y - outputs[me]),
@@ -182,13 +186,13 @@ def examine(
 
 
 def all_sum_reduce(P: Partition, size: int) -> Case:
-    """Every worker gets the sum of all tensors."""
+    """The case in which every worker gets the sum of all tensors."""
     inputs = [wave((size, size), phase=worker) for worker in range(P.size)]
     return nn.AllSumReduce(P, [0]), inputs, lambda xs: [sum(xs, torch.zeros(()))] * P.size
 
 
 def broadcast(P: Partition, size: int) -> Case:
-    """Every worker gets the tensor of the first."""
+    """The case in which every worker gets the tensor of the first."""
     nothing = torch.zeros(0, dtype=torch.float64)
     inputs = [wave((size, size)), *[nothing] * (P.size - 1)]
     first = P.create_partition_inclusive([0])
@@ -196,7 +200,7 @@ def broadcast(P: Partition, size: int) -> Case:
 
 
 def repartition(P: Partition, size: int) -> Case:
-    """From rows of workers to the most square grid."""
+    """The case of a repartition from rows of workers to the most square grid."""
     rows, tiles = _on_grids(P)
     inputs = _split(wave((size, size)), *rows.shape)
     return (
@@ -207,7 +211,7 @@ def repartition(P: Partition, size: int) -> Case:
 
 
 def halo_exchange(P: Partition, size: int) -> Case:
-    """Every worker gets what lies around its tile."""
+    """The case in which every worker gets the values around its tile."""
     tiles = _on_grids(P)[1]
     height, width = tiles.shape
     halo = halo_width(size)
@@ -223,7 +227,7 @@ def halo_exchange(P: Partition, size: int) -> Case:
 
 
 def _on_grids(P: Partition) -> tuple[Partition, Partition]:
-    """The workers one below the other, and on the most square grid."""
+    """The workers in a column, and on the most square grid."""
     return (
         P.create_cartesian_topology_partition((P.size, 1)),
         P.create_cartesian_topology_partition(grid(P.size)),
@@ -235,7 +239,7 @@ def _split(whole: Tensor, rows: int, columns: int) -> list[Tensor]:
 
 
 def _spans(length: int, parts: int, halo: int) -> list[slice]:
-    """The parts that `torch.tensor_split` makes, each with its halo; an empty one has none."""
+    """The parts of `torch.tensor_split`, each with its halo; an empty one has none."""
     pieces = torch.arange(length).tensor_split(parts)
     return [
         slice(max(0, int(piece[0]) - halo), int(piece[-1]) + 1 + halo) if len(piece) else slice(0)

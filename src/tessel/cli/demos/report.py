@@ -1,4 +1,4 @@
-"""Report: what came of a demo, and how it is shown."""
+"""Report: the results of a demo, and how they are shown."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tessel.core.layout import Layout
 from tessel.operators.units import num_bytes, num_seconds
 
 Say = Callable[[str], None]
-TableColumns = dict[str, Callable[[Any], str]]  # names, and how the values below them are written
-TableRows = tuple[tuple[Any, ...], ...]  # the values, None for what stays empty
+TableColumns = dict[str, Callable[[Any], str]]  # names, and how their values are written
+TableRows = tuple[tuple[Any, ...], ...]  # the values; None for empty cells
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a demo, as the first worker knows it.
+    """The results of a demo, on the first worker.
 
     Args:
-        title: what was done.
-        subject: to what, as it stands above the table.
-        errors: the largest differences from one process, by what was compared.
-        limit: up to which error it is rounding.
+        title: the title of the demo.
+        subject: the rest of the title, above the table.
+        errors: the largest differences from one process, by name.
+        limit: the largest error that is due to rounding.
         columns, rows: the table.
         legend: the text below it, before the errors.
-        is_wrong: whether something is wrong besides.
-        draw: saves a picture in a folder; where it is, and what to look at.
+        is_wrong: whether something else is wrong.
+        draw: saves a picture in a folder; returns its path, and what it shows.
     """
 
     title: str
@@ -54,8 +54,8 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """What differs from one process by more than it should."""
-        # Not "more than the limit": a NaN is neither more nor less.
+        """The results that differ from one process by too much."""
+        # Not "more than the limit", since a NaN is neither more nor less.
         return [] if self.worst <= self.limit and not self.is_wrong else [self.title]
 
     @property
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def text(self) -> str:
-        """What stands below the table."""
+        """The text below the table."""
         errors = ", ".join(f"{name} {as_text(error)}" for name, error in self.errors.items())
         return f"{self.legend}largest difference from one process: {errors}"
 
@@ -83,14 +83,14 @@ def of_processes(
     sent: Sequence[int],
     seconds: tuple[float, float],
 ) -> tuple[TableColumns, TableRows]:
-    """A table with a line for one process, and one for each worker.
+    """A table with a line for one process, and a line for each worker.
 
     Args:
-        columns: what is known of each.
+        columns: the columns of each.
         alone: the values of one process.
-        workers: those of each worker.
+        workers: the values of each worker.
         sent: the bytes that each worker sent.
-        seconds: how long one process took, and how long the workers, all of them together.
+        seconds: the time of one process, and that of all workers together.
     """
     rows = [("one process", *alone, None, seconds[0])]
     for place, (own, count) in enumerate(zip(workers, sent, strict=True)):
@@ -99,7 +99,7 @@ def of_processes(
 
 
 def wave(shape: Sequence[int], phase: float = 0.0) -> Tensor:
-    """A tensor whose values are a function of the global index, so that every layout sees it.
+    """A tensor whose values are a function of the global index, so that all layouts agree.
 
     >>> from tessel.cli.demos.report import wave
     >>> wave((2, 2)).shape
@@ -110,13 +110,13 @@ def wave(shape: Sequence[int], phase: float = 0.0) -> Tensor:
 
 
 def sizes_of_parts(layout: Layout) -> list[str]:
-    """Height and width of the picture that a tensor holds, and of each worker's part of it."""
+    """Height and width of the picture in a tensor, and of each worker's part of it."""
     shapes = [layout.shape, *(layout.shape_on(worker) for worker in layout.partition.ranks)]
     return [" × ".join(map(str, shape[2:])) for shape in shapes]
 
 
 def largest(values: Tensor) -> float:
-    """The largest absolute value; zero of an empty tensor.
+    """The largest absolute value; zero for an empty tensor.
 
     >>> from tessel.cli.demos.report import largest
     >>> largest(torch.tensor([1.0, -2.0])), largest(torch.zeros(0))
@@ -126,7 +126,7 @@ def largest(values: Tensor) -> float:
 
 
 def worst_of(errors: Iterable[float]) -> float:
-    """The largest, or NaN if there is one, which `max` would lose."""
+    """The largest error, or NaN if there is one, which `max` would lose."""
     return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
@@ -136,7 +136,7 @@ def as_text(error: float) -> str:
 
 
 def as_share(part: float) -> str:
-    """A part of a whole."""
+    """A share in percent."""
     return f"{part:.1%}"
 
 

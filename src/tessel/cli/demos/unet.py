@@ -1,4 +1,4 @@
-"""The second demo: a picture that is too large for one worker goes through a converted U-Net."""
+"""The second demo: a converted U-Net on a picture that is too large for one worker."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tessel.nn import distribute_module
 from tessel.testing import count_memory, count_traffic
 
 TITLE = "a U-Net"
-LIMIT = 1e-10  # of the error: sums over all pixels, in another order
+LIMIT = 1e-10  # of the error: sums over all pixels in another order
 STEPS = (TITLE,)
 
 
 def run(size: int, note: Say) -> list[Report]:
-    """Run on every worker; the report on the first."""
+    """Run on every worker; return the report on the first."""
     P = world().create_cartesian_topology_partition((1, 1, *grid(world().size)))
     noisy, clean = check.pictures(1, max(4, 2 * size))
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def run(size: int, note: Say) -> list[Report]:
     note(TITLE)
     if world().rank != 0:
         return []
-    # Dropout is off, and all workers made one model, so that the first has what one process has.
+    # Dropout is off, and all workers made the same model, so the first has that of one process.
     begin = time.perf_counter()
     with count_memory() as memory:
         expected, _ = check.step(alone, noisy.clone(), clean)
@@ -61,7 +61,7 @@ def run(size: int, note: Say) -> list[Report]:
     for p, q in zip(alone.parameters(), converted.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         errors.append(largest(p.grad - q.grad) / max(1.0, largest(p.grad)))
-    # What a worker may use: less than one process needs, more than each worker does.
+    # The budget of a worker: less than one process needs, more than each worker does.
     budget = memory.peak // 2
     whole, *sizes = sizes_of_parts(y.layout)
     column = f"of {viz.num_bytes(budget)}"
@@ -83,18 +83,18 @@ def run(size: int, note: Say) -> list[Report]:
 
 
 def exceeds(peaks: Sequence[int], budget: int) -> bool:
-    """Whether some worker needs more than it may use."""
-    # fewer than four workers do not halve what one process needs: halos, copies of weights
+    """Whether a worker exceeds its budget."""
+    # fewer than four workers do not halve the memory of one process: halos, copies of weights
     return len(peaks) >= 4 and max(peaks) > budget
 
 
 def as_use(share: float) -> str:
-    """How much of a budget is used."""
+    """The used share of a budget."""
     return f"[{'green' if share <= 1 else 'red'}]{share:.0%}[/]"
 
 
 def draw(layout: Layout, given: Tensor, result: Tensor, folder: Path) -> tuple[Path, str]:
-    """Save the input, who has which part of it, and the output."""
+    """Save the input, the parts of the workers, and the output."""
     figure = viz.new_figure(12.0, 4.4)
     axes = figure.subplots(1, 3)
     titles = ("the picture", "the parts of the workers", "the output")

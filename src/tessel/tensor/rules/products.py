@@ -148,7 +148,29 @@ def multiply(
         compute: returns the part of the result, given parts of the operands.
     """
     plan = contraction_of(name, equation, operands)
-    return summed(compute(*map(operand, operands, plan.inputs)), plan)
+    held = [operand(*each) for each in zip(operands, plan.inputs, strict=True)]
+    if any(0 in each.shape for each in held):
+        _try_dtypes(compute, operands, held)
+    return summed(compute(*held), plan)
+
+
+def _try_dtypes(
+    compute: Any, operands: Sequence[torch.Tensor], held: Sequence[torch.Tensor]
+) -> None:
+    """Raise what torch raises of dtypes where there are values, as only other workers may have.
+
+    Args:
+        compute: of parts.
+        operands: the whole ones.
+        held: their parts, of which some are empty.
+    """
+    shapes = [_shape(each) for each in operands]
+    if any(0 in shape for shape in shapes):
+        return
+    # the least that is a product for torch: of single values it multiplies elements
+    least = [[min(n, 2) for n in shape] for shape in shapes]
+    with torch.no_grad():
+        compute(*(part.new_ones(shape) for part, shape in zip(held, least, strict=True)))
 
 
 def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tensor]) -> Contraction:
@@ -391,6 +413,7 @@ def linear_terms(
     if plan.terms.is_outside:
         return anchored_zeros((0,), part, own, added)
     if 0 in part.shape or 0 in own.shape:  # torch's derivatives may be constants
+        _try_dtypes(F.linear, (x, weight), (part, own))
         y = as_autocast(anchored_zeros(plan.terms.local_shape, part, own))
         return y if added is None else as_autocast(y + added)
     if own.dim() == 2 and takes_steps(part, own):
@@ -440,6 +463,8 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         layout = gathered(layout, (last,))
         part = moved(x, layout)
     weight, bias = used(parts(weight), layout), used(parts(bias), layout)
+    if 0 in part.shape:
+        _try_dtypes(F.linear, (x, weight), (part, weight))
     y = F.linear(part, weight, bias)
     if weight.dim() == 1:  # one output for each row, without a dimension of its own
         return made(y, without(layout, (last,), False)[1])

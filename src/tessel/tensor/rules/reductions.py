@@ -534,7 +534,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     func(x._part.new_empty([1] * x.dim()), q, dim, keepdim, **settings)  # torch's own errors
     if dim is None or not x.dim():
         found = func(x.flatten(), q, 0, **settings)
-        return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
+        return found.reshape([*found.shape, *[1] * x.dim()]) if keepdim else found
     (dim,) = dims_of(dim, x._layout) or (0,)
     there = x._layout.hosted((dim,))
     _, target = without(there, (dim,), keepdim)
