@@ -257,12 +257,20 @@ class Layout:
         >>> layout.gathered([0]).shared
         (0,)
         """
-        cuts = list(self.cuts)
-        axes: tuple[int, ...] = ()
-        for dim in dims:
-            axes += cuts[dim].axes
-            cuts[dim] = Cut.whole(self.shape[dim])
-        return replace(self, cuts=tuple(cuts), shared=tuple(sorted({*self.shared, *axes})))
+        whole = tuple(dims)
+        if whole not in self._gathered:
+            cuts = list(self.cuts)
+            for dim in whole:
+                cuts[dim] = Cut.whole(self.shape[dim])
+            axes = {axis for dim in whole for axis in self.cuts[dim].axes}
+            shared = tuple(sorted({*self.shared, *axes}))
+            found = replace(self, cuts=tuple(cuts), shared=shared)
+            self._gathered[whole] = None if found == self else found
+        return self._gathered[whole] or self
+
+    @cached_property
+    def _gathered(self) -> dict[tuple[int, ...], Layout | None]:
+        return {}  # as above: rules ask for the same again and again
 
     @transport.kept_in_job
     def split_like(self, shape: Shape) -> Layout:

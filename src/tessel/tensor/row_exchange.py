@@ -25,7 +25,6 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.partition import Partition
-from tessel.tensor.table import gathered
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job, this_worker
 
@@ -243,4 +242,4 @@ def told(partition: Partition, axes: tuple[int, ...], numbers: Tensor) -> Any:
     one_each = _one_each(partition, axes)
     (n,), (cut,) = one_each.shape, one_each.cuts
     rows = Layout.of_cuts(partition, (n, len(numbers)), (cut, Cut.whole(len(numbers))))
-    return move(rows, gathered(rows, (0,))).apply(numbers.reshape(1, -1))
+    return move(rows, rows.gathered((0,))).apply(numbers.reshape(1, -1))
