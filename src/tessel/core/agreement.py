@@ -25,6 +25,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from tessel.core.context import in_forward_mode, in_transform
 from tessel.core.layout import Shape
 from tessel.core.partition import Partition
 from tessel.transport import NUM_WORDS, Group, code_of, packed_words
@@ -479,16 +480,6 @@ def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
 def entered(x: Tensor, meta: TensorMeta, gives: bool = True) -> Tensor:
     """The tensor that enters a call: with a gradient, or a tangent, if any worker's has one."""
     return grad_alike(as_agreed(x, meta, gives), meta)
-
-
-def in_forward_mode() -> bool:
-    """Whether this worker computes forward-mode derivatives."""
-    return forward_ad._current_level >= 0
-
-
-def in_transform() -> bool:
-    """Whether torch derives in forward mode now, or transforms a function (`torch.func`)."""
-    return in_forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def same(values: dict[int, Any], what: str, label: str) -> Any:

@@ -25,10 +25,8 @@ from tessel.core.agreement import (
     TensorMeta,
     as_agreed,
     check_outputs,
-    in_forward_mode,
-    in_transform,
 )
-from tessel.core.context import is_compiling, setting
+from tessel.core.context import in_forward_mode, in_transform, is_compiling, setting
 from tessel.core.graph import current_trace, outside_of_graphs, placed, settings_in
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, Shape

@@ -273,6 +273,7 @@ class Move(LinearOperator):
         return add
 
 
+# The engine repeats a move by itself only while nobody, as a trace, has put another method here.
 keep_unchanged(Move, "_apply")
 
 

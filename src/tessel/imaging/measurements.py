@@ -22,10 +22,10 @@ from tessel.imaging.parameters import (
     in_common,
     learned,
     leaves_of,
-    made_by_all,
     tensors_held_by,
     unshared_leaf,
 )
+from tessel.imaging.problems import made_by_all
 
 _WAY_OUT = (
     f"{WAY_OUT}; what was computed from a shared tensor before, as a view, has to be computed in "

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call, in_transform
-from tessel.core.context import is_compiling, setting
+from tessel.core.agreement import agree_on_call
+from tessel.core.context import in_transform, is_compiling, setting
 from tessel.core.linop import is_traced
 from tessel.core.memory_format import is_channels_last
 from tessel.core.partition import Partition

@@ -70,7 +70,7 @@ from tessel.tensor.shared_random import (
     seed_generators,
     seeded,
 )
-from tessel.tensor.table import gathered, in_backward, running
+from tessel.tensor.table import in_backward, running
 from tessel.tensor.tensor import is_spread
 from tessel.transport import kept_in_job
 
@@ -842,4 +842,4 @@ def outside(layout: Layout) -> Layout:
     if len(layout.shape) == layout.partition.dim:
         return Layout.balanced(layout.partition, layout.shape)
     dims = (dim for dim, cut in enumerate(layout.cuts) if dim or cut.axes != (0,))
-    return gathered(layout, tuple(dim for dim in dims if layout.is_split(dim)))
+    return layout.gathered(tuple(dim for dim in dims if layout.is_split(dim)))

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tessel.core.agreement import in_forward_mode, in_transform
-from tessel.core.context import is_compiling, setting
+from tessel.core.context import in_forward_mode, in_transform, is_compiling, setting
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import record_map
 from tessel.core.shared import anchored_zeros

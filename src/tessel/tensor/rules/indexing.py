@@ -56,7 +56,6 @@ from tessel.tensor.table import (
     as_spread,
     check_fits,
     computed,
-    gathered,
     held_layouts,
     made,
     moved,
@@ -430,7 +429,7 @@ def _beside(layout: Layout, dims: tuple[int, ...], index: Layout) -> Layout:
     """The layout for a lookup by a split index: whole along its axes, with separate copies."""
     taken = {axis for cut in index.cuts for axis in cut.axes}
     whole = [dim for dim, cut in enumerate(layout.cuts) if dim in dims or taken & {*cut.axes}]
-    there = gathered(layout, tuple(whole))
+    there = layout.gathered(tuple(whole))
     return replace(there, shared=tuple(axis for axis in there.shared if axis not in taken))
 
 

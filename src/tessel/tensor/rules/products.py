@@ -28,7 +28,6 @@ from tessel.tensor.table import (
     Settings,
     as_autocast,
     check_dtypes,
-    gathered,
     held_layouts,
     made,
     moved,
@@ -460,7 +459,7 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return summed(part, plan) + (bias if is_alike else bias.to(part.dtype))
     part = open_part(x)
     if layout.is_split(last):
-        layout = gathered(layout, (last,))
+        layout = layout.gathered((last,))
         part = moved(x, layout)
     weight, bias = used(parts(weight), layout), used(parts(bias), layout)
     if 0 in part.shape:
