@@ -274,7 +274,10 @@ def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tens
 
 @rule("_nested_tensor_from_mask_left_aligned")
 def is_left_aligned(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
-    """Whether padding may be left out, as `torch.nn.TransformerEncoder` asks: spread, it stays."""
+    """Whether padding may be left out, as `torch.nn.TransformerEncoder` asks: spread, it stays.
+
+    Encoders in converted models put zeros there where torch would (`nn/encoders.py`).
+    """
     return False
 
 
