@@ -374,11 +374,18 @@ def halved(
     """Outputs and gradients of a model in single precision under autocast."""
     with floating(torch.float32):
         model, scaler = singled(model), torch.amp.GradScaler(used.device, init_scale=64.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        # torch's scaler does not take complex gradients on a CPU
+        real, others = (
+            [p for p in model.parameters() if p.is_complex() is k] for k in (False, True)
+        )
+        optimizer = torch.optim.SGD(real, lr=1.0)
         with torch.autocast(used.device, torch.bfloat16):
             outputs = used.called(model, tree_map(single, inputs))
         scaler.scale(total(x.float() for x in outputs)).backward()
         scaler.unscale_(optimizer)
+        for each in others:
+            if each.grad is not None:
+                each.grad /= scaler.get_scale()
     return {k: x.detach() for k, x in enumerate(outputs)}, gradients(model)
 
 

@@ -35,6 +35,7 @@ from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
 from tessel.errors import check_choice
 from tessel.nn import buckets
+from tessel.nn.encoders import encoded
 from tessel.nn.layer import (
     Layer,
     alone,
@@ -484,6 +485,8 @@ class Entrance(HasHandle):
         kind = type(module)
         # for most modules it is in their own class
         method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
+        if method is nn.TransformerEncoder.forward:
+            return encoded(module, *args, **kwargs)
         if type(method) is FunctionType:
             if method is _SYNCHRONIZED:  # it communicates
                 method = nn.modules.batchnorm._BatchNorm.forward
