@@ -276,7 +276,7 @@ def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tens
 
 @rule("_nested_tensor_from_mask_left_aligned")
 def is_left_aligned(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
-    """False: `torch.nn.TransformerEncoder` asks whether padding may be skipped; it may not if spread.
+    """False, the answer to `torch.nn.TransformerEncoder`: padding of spread tensors is not skipped.
 
     Encoders in converted models have zeros there where torch would (`nn/encoders.py`).
     """
