@@ -107,6 +107,28 @@ def test_what_is_in_its_place_stays_there(run: Run, columns: int, nprocs: int) -
     assert run(beside, columns, nprocs=nprocs) == [[True] * 5] * nprocs
 
 
+def views_of_the_output() -> list[bool]:
+    """Conjugates and negatives of what is in its place: of these the memory is not the values."""
+    P, found = tessel.world(), []
+    broadcast = moves(6)["broadcast"]
+    z = torch.complex(torch.arange(6.0), torch.ones(6))
+    for values, view in ((z, Tensor.conj), (z.imag, torch._neg_view)):
+        out = values.clone() if P.rank == 0 else torch.empty_like(values)
+        broadcast(view(out) if P.rank == 0 else torch.empty(0), out=out)
+        found.append(torch.equal(out, view(values)))
+    halo, dtype = moves(6)["halo"], torch.complex64
+    buffer = torch.zeros(halo.codomain.local_shape, dtype=dtype)
+    first, mine = int(P.rank > 0), part_of(halo.domain) * 1j
+    interior = buffer[first : first + 3]
+    interior.copy_(mine)
+    halo(interior.conj(), out=buffer)
+    return [*found, torch.equal(buffer, part_of(halo.codomain) * -1j)]
+
+
+def test_views_whose_memory_is_not_their_values_are_written(run: Run) -> None:
+    assert run(views_of_the_output, nprocs=3) == [[True] * 3] * 3
+
+
 def odd_memory() -> list[bool]:
     """A tensor whose memory is not its values, and a parameter."""
     P, found = tessel.world(), []
@@ -137,6 +159,22 @@ def of_products() -> bool:
 
 def test_a_product_writes_its_output_too(run: Run) -> None:
     assert all(run(of_products, nprocs=2))
+
+
+def of_a_product_past_some() -> list[bool]:
+    """Each worker gets something of one factor; the output is on the last alone."""
+    P, found = tessel.world(), []
+    A, B, C = (Layout.whole(P.create_partition_inclusive([worker]), (4,)) for worker in range(3))
+    there = Move(B, C) @ Move(A, B)
+    for nothing in ((0,), (0, 3), (16, 0)):
+        out = torch.empty(4 if P.rank == 2 else nothing)
+        x = torch.ones(4 if P.rank == 0 else 0)
+        found.append(there(x, out=out) is out and bool((out == 1).all()))
+    return found
+
+
+def test_a_product_writes_nothing_where_nothing_comes(run: Run) -> None:
+    assert run(of_a_product_past_some, nprocs=3) == [[True] * 3] * 3
 
 
 def refused(name: str) -> str:
@@ -172,6 +210,9 @@ ON_ONE: dict[str, Callable[[Tensor], Any]] = {
     "requires a gradient": lambda out: out.requires_grad_(),
     "on one": lambda out: None,
     "a list": lambda out: out.tolist(),
+    "nested": lambda out: torch.nested.nested_tensor([out, out]),
+    "nested, jagged": lambda out: torch.nested.nested_tensor([out, out], layout=torch.jagged),
+    "inference": torch.inference_mode()(torch.clone),
 }
 ERRORS = {
     "gradient": "a call with `out` does not support automatic differentiation; omit `out`",
@@ -184,6 +225,9 @@ ERRORS = {
     "overlap": "some of whose elements share memory",
     "requires a gradient": "an `out` that requires a gradient: pass out.detach()",
     "on one": "workers [1] passed `out` and workers [0] did not; pass it on all workers",
+    "nested": "worker 0 passed an `out` that is not a tensor, or cannot be written to",
+    "nested, jagged": "worker 0 passed an `out` that is not a tensor, or cannot be written to",
+    "inference": "torch.inference_mode()",
     "a list": "worker 0 passed an `out` that is not a tensor, or cannot be written to",
     "spread": "worker 0 passed an `out` that is not a tensor, or cannot be written to",
 }

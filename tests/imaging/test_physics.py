@@ -1,7 +1,7 @@
 """Operators over workers give what deepinv gives in one process, and so do their gradients.
 
 Tests `imaging/physics.py`, `imaging/linear_physics.py`, `imaging/fidelity.py`,
-`imaging/measurements.py`, `imaging/parameters.py`.
+`imaging/measurements.py`, `imaging/parameters.py`, `imaging/problems.py`.
 """
 
 from __future__ import annotations

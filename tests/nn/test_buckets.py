@@ -1049,7 +1049,7 @@ def test_a_plan_keeps_the_order_of_use_and_the_kinds_apart() -> None:
     assert [group.numbers for group in schedule.plan(parameters)] == [(0,), (2,)]
 
 
-def test_slopes_are_those_of_torch_in_one_process() -> None:
+def test_gradients_are_those_of_torch_in_one_process() -> None:
     """A world of one has no bundles, and loses nothing."""
     P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
     alone, spread = pair(plain, P)

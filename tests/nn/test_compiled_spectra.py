@@ -93,20 +93,20 @@ def step(model: Any, x: Tensor, weights: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = model(x)
     (y * weights).sum().backward()
-    slopes = [each.grad for each in model.parameters() if each.grad is not None]
-    return [y.detach(), x.grad, *slopes]  # type: ignore[list-item]
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return [y.detach(), x.grad, *gradients]  # type: ignore[list-item]
 
 
 def compiled(name: str, backend: str, without_gradients: bool = True) -> None:
     torch._dynamo.reset()
     make, shape = MODELS[name]
     whole, weights = values(shape, 3), values(shape, 4)
-    y, slope, *slopes = step(make(), whole, weights)
+    y, gradient, *gradients = step(make(), whole, weights)
     size = tessel.world().size
     P = tessel.world().create_cartesian_topology_partition([1, 1, size, 1][: len(shape)])
     layout = tessel.Layout.balanced(P, shape)
     x, own = layout.local_part(whole), layout.local_part(weights)
-    expected = [layout.local_part(y), layout.local_part(slope), *slopes]
+    expected = [layout.local_part(y), layout.local_part(gradient), *gradients]
     model = tessel.nn.distribute_module(make(), P, fallback="raise")
     fast = torch.compile(model, fullgraph=True, backend=backend)
     sent = []

@@ -7,6 +7,7 @@ Tests `nn/convolution.py`, `nn/blocks.py`, `nn/layer.py`, `tensor/rules/convolut
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import math
 import pickle
@@ -846,3 +847,52 @@ def clear_beside(grid: tuple[int, ...], padding: tuple[int, int]) -> None:
 @pytest.mark.parametrize("padding", [(1, 1), (2, 0)])
 def test_what_lies_beyond_the_border_is_zero(run: Run, grid: Any, padding: Any) -> None:
     run(clear_beside, grid, padding, nprocs=math.prod(grid))
+
+
+class Standardized(torch.nn.Conv2d):
+    """A convolution with a function of its weight, in the method that torch's own calls."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, (weight - weight.mean()) / weight.std(), bias)
+
+
+class SpreadStandardized(tessel.nn.DistributedConv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, (weight - weight.mean()) / weight.std(), bias)
+
+
+def check_standardized(grid: Any, padding_mode: str) -> None:
+    P, x = tessel.world().create_cartesian_topology_partition(grid), values((3, 2, 9, 8), 1)
+    settings: dict[str, Any] = {"padding": 1, "padding_mode": padding_mode}
+    alone = Standardized(2, 4, 3, **settings).double()
+    spread = SpreadStandardized(P, 2, 4, 3, **settings).double()
+    spread.load_state_dict(alone.state_dict())
+    check_layers(alone, spread, x, Layout.balanced(P, x.shape))
+    blocks = SpreadStandardized(
+        P, 2, 4, 3, P_w=tessel.world().create_cartesian_topology_partition([2, 1, 1, 1]), **settings
+    )
+    with pytest.raises(NotImplementedError, match="leave P_w out"):
+        blocks(torch.ones(3, 2, 9, 8))
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)])
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_products_of_subclasses_are_called(run: Run, grid: Any, padding_mode: str) -> None:
+    run(check_standardized, grid, padding_mode, nprocs=2)
+
+
+def test_subclasses_take_arguments_of_their_own() -> None:
+    class Square(tessel.nn.DistributedConv2d):
+        def __init__(self, P_x: tessel.Partition, channels: int, size: int = 3) -> None:
+            super().__init__(P_x, channels, channels, size, padding=size // 2)
+
+    class Named(tessel.nn.DistributedConv2d):
+        pass
+
+    assert [*inspect.signature(Square).parameters] == ["P_x", "channels", "size"]
+    assert inspect.signature(Named) == inspect.signature(tessel.nn.DistributedConv2d)
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    layer = torch.nn.utils.parametrizations.weight_norm(Square(P, 2))
+    x = torch.ones(1, 2, 5, 5)
+    found = copy.deepcopy(layer)
+    assert torch.equal(found(x), layer(x)) and found.handle != layer.handle

@@ -681,8 +681,8 @@ def of_spread_classes() -> None:
             y = tessel.spread(x.detach(), grid).requires_grad_()
             expected, got = F.cross_entropy(x, many), F.cross_entropy(y, many)
             close(f"loss of {dtype}", got.full(), expected)
-            (slope,) = torch.autograd.grad(got, y)
-            close(f"gradient of {dtype}", slope.full(), torch.autograd.grad(expected, x)[0])
+            (gradient,) = torch.autograd.grad(got, y)
+            close(f"gradient of {dtype}", gradient.full(), torch.autograd.grad(expected, x)[0])
         row = world.create_cartesian_topology_partition([world.size])
         for reduction in ("none", "mean", "sum"):
             x, one = values((7,), 0), torch.tensor([6])

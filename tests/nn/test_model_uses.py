@@ -315,6 +315,53 @@ def check_put_in_later() -> None:
     same(Net(), model)
 
 
+class Doubling(nn.SyncBatchNorm):
+    """The code of a user around torch's, which exchanges statistics itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Squashing(nn.SyncBatchNorm):
+    def squash(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+class Squashed(Net):
+    def features(self, x: Tensor) -> Tensor:
+        y = self.norm(self.stem(x))
+        return self.norm.squash(y) if isinstance(self.norm, Squashing) else torch.tanh(y)
+
+
+def check_subclasses_of_synchronized_norms() -> None:
+    """Their own methods are called; without a `forward` of their own they see the whole."""
+    model = Squashed()
+    model.norm = Squashing(4).double()
+    same(Squashed(), converted(model))
+    model = Net()
+    model.norm = Doubling(4).double()
+    if place().size > 1:
+        with pytest.raises(NotImplementedError, match="SyncBatchNorm"):
+            converted(model)(own(values(SHAPE, 1)))
+
+
+class Called(nn.Module):
+    """A model in the way of other libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean()
+
+
+def test_a_model_without_forward_raises() -> None:
+    grid = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    with pytest.raises(NotImplementedError, match="Called defines __call__ in place of forward"):
+        tessel.nn.distribute_module(nn.Sequential(Called()), grid)
+
+
 def check_put_in_by_some() -> None:
     """What only one worker puts in raises on all of them, before anything is computed."""
     if tessel.world().size == 1:
@@ -585,6 +632,7 @@ CHECKS = (
     *(check_features, check_exported, check_scripted, check_parametrized, check_put_in_later),
     *(check_put_in_by_some, check_lazy, check_items, check_kept, check_containers),
     *(check_training, check_autocast, check_checkpoints, check_functional),
+    check_subclasses_of_synchronized_norms,
 )
 
 

@@ -449,7 +449,7 @@ def traffic_of(case: Case) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("nprocs", [2])
 def test_a_batch_norm_in_training_is_one_exchange_each_way(run, nprocs):
-    """Mean and variance of 8 channels go out, the gradients of slope and shift back."""
+    """Mean and variance of 8 channels go out, the gradients of weight and bias back."""
     case = Case("BatchNorm2d", (8,), (1, 1, 2, 1), (2, 8, 6, 6))
     assert run(traffic_of, case, nprocs=nprocs) == [(1, 64, 1, 64)] * 2
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import tessel
 from covering import repeats
@@ -446,6 +448,62 @@ def test_gradients_of_parameters_take_what_they_take_in_the_chain(run: Run) -> N
         assert 0 < region < chain  # the chain sends the halos of its inner tensors back, too
 
 
+class Doubled(tessel.nn.DistributedConv1d):
+    """The code of a user in a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Centered(tessel.nn.DistributedConv1d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class Renamed(tessel.nn.DistributedConv1d):
+    """Code that computes nothing else."""
+
+    def __init__(self, P: Partition, channels: int, size: int = 3) -> None:
+        super().__init__(P, channels, channels, size, padding=size // 2)
+
+    def extra_repr(self) -> str:
+        return "renamed"
+
+
+def replaced() -> nn.Module:
+    found = nn.ReLU()
+    found.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    return found
+
+
+def hooked_chain(*layers: nn.Module) -> nn.Module:
+    found = nn.Sequential(*layers)
+    found.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return found
+
+
+def check_code_inside() -> None:
+    """What computes nothing else is the layer that it was; in converted models nothing is lost."""
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 4])
+    x = values((1, 2, 16), 0)
+    part = Layout.balanced(P, x.shape).local_part
+    for layer in (Renamed(P, 2), weight_norm(Renamed(P, 2))):
+        layer.double()
+        expected = F.conv1d(x, layer.weight, layer.bias, padding=1).relu()
+        close("output", tessel.nn.HaloRegion(layer, nn.ReLU())(part(x)), part(expected), 1e-12)
+    for inner in (replaced(), hooked_chain(nn.ReLU())):
+        model = nn.Sequential(tessel.nn.HaloRegion(nn.Conv1d(2, 2, 3, padding=1), inner)).double()
+        tessel.nn.distribute_module(model, P)
+        with pytest.raises(NotImplementedError, match="in a HaloRegion"):
+            model(part(x))
+    with pytest.raises(NotImplementedError, match="hooks of Sequential"):
+        tessel.nn.HaloRegion(hooked_chain(nn.ReLU()))
+
+
+def test_code_of_users_in_a_region(run: Run) -> None:
+    run(check_code_inside)
+
+
 def made_without_a_loss(where: str) -> Any:
     P = tessel.world().create_cartesian_topology_partition([1, 1, 4])
     c = tessel.nn.DistributedConv1d(P, 2, 2, 3, padding=1)
@@ -460,6 +518,10 @@ def made_without_a_loss(where: str) -> Any:
         "another partition": lambda: (c, elsewhere),
         "a weight in blocks": lambda: (c, blocks),
         "a hook": lambda: (c, hooked),
+        "a hook of a chain": lambda: (hooked_chain(c, nn.ReLU()), c),
+        "a subclass": lambda: (c, Doubled(P, 2, 2, 3)),
+        "another product": lambda: (c, Centered(P, 2, 2, 3)),
+        "a forward of its own": lambda: (c, replaced()),
         "a linear layer": lambda: (c, tessel.nn.DistributedLinear(P, P, None, 4, 4)),
         "a group norm": lambda: (c, tessel.nn.DistributedGroupNorm(P, 1, 2)),
         "a softmax": lambda: (c, nn.Softmax(1)),
@@ -477,6 +539,10 @@ def made_without_a_loss(where: str) -> Any:
         ("another partition", "all layers of a HaloRegion must be on one partition"),
         ("a weight in blocks", "leave out P_w and P_y"),
         ("a hook", "hooks of DistributedConv1d"),
+        ("a hook of a chain", "hooks of Sequential"),
+        ("a subclass", "Doubled in a HaloRegion has its own forward"),
+        ("another product", "Centered in a HaloRegion has its own _conv_forward"),
+        ("a forward of its own", "ReLU in a HaloRegion has its own forward"),
         ("a linear layer", "DistributedLinear cannot be in a HaloRegion"),
         ("a group norm", "DistributedGroupNorm cannot be in a HaloRegion"),
         ("a softmax", "Softmax cannot be in a HaloRegion"),

@@ -1,6 +1,6 @@
 """Workers that make different layers, or take different branches of a model: all of them raise.
 
-Tests `nn/layer.py`, `nn/buckets.py`.
+Tests `nn/layer.py`, `nn/buckets.py`, `nn/convert.py`.
 """
 
 from __future__ import annotations
@@ -97,6 +97,41 @@ def test_equal_layers_are_told_apart(run: Run) -> None:
     first, second = run(swap_equal_layers, nprocs=2, timeout=60)
     assert first == second
     assert "number" in first[0]
+
+
+def made_twice(kind: str) -> list[nn.Module]:
+    if kind == "fno":
+        return [tessel.models.FNO(in_space(), 1, 1, 2, modes=2, blocks=1) for _ in range(2)]
+    if kind == "region":
+        layers = [D.DistributedConv1d(in_space(), 1, 1, 3, padding=1) for _ in range(2)]
+        return [D.HaloRegion(each, nn.ReLU()) for each in layers]
+    if kind == "inside":  # two equal modules of one model, called from outside
+        blocks = [nn.Conv1d(1, 1, 3, padding=1) for _ in range(2)]
+        return [*D.distribute_module(nn.Sequential(*blocks), in_space())]
+    return [D.distribute_module(nn.Conv1d(1, 1, 3, padding=1), in_space()) for _ in range(2)]
+
+
+def swap_equal_models(kind: str) -> list[str]:
+    """Two models that look alike: each worker calls another one, with parts or a spread tensor."""
+    P, rank = in_space(), tessel.world().rank
+    x, found = torch.ones(1, 1, 4), []
+    for given in (x, tessel.spread(torch.ones(1, 1, 8), P)):
+        models = made_twice(kind)
+        if kind in ("fno", "region") and given is not x:  # nothing is agreed on, as with layers
+            break
+        found.append(message(lambda m=models, x=given: m[rank](x).sum().backward()))
+        others = made_twice(kind)
+        assert message(lambda m=others, x=given: [each(x).sum().backward() for each in m]) == ""
+    with torch.no_grad():
+        found.append(message(lambda: made_twice(kind)[rank](x)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["converted", "inside", "fno", "region"])
+def test_equal_models_are_told_apart(run: Run, kind: str) -> None:
+    first, second = run(swap_equal_models, kind, nprocs=2, timeout=60)
+    assert first == second
+    assert all("number " in text for text in first), first
 
 
 class Branches(nn.Module):

@@ -79,8 +79,8 @@ def is_own_adjoint(case: Case) -> bool:
     x = values(case.shape, 0).requires_grad_()
     y = case.torch_layer()(x)
     weights = values(y.shape, 1)
-    (slope,) = torch.autograd.grad(y, x, weights)
-    return torch.allclose((y * weights).sum(), (x * slope).sum(), rtol=1e-9, atol=1e-9)
+    (gradient,) = torch.autograd.grad(y, x, weights)
+    return torch.allclose((y * weights).sum(), (x * gradient).sum(), rtol=1e-9, atol=1e-9)
 
 
 def random_cases(num_dims: int, count: int, seed: int) -> Iterator[Case]:
@@ -194,9 +194,9 @@ def adjoint_where_torch_has_none(odd: list[Case]) -> list[float]:
         y = each.layer()(part)
         out = layout.resized(alone.shape)
         weights = out.local_part(values(alone.shape, 1))
-        (slope,) = torch.autograd.grad(y, part, weights)
+        (gradient,) = torch.autograd.grad(y, part, weights)
         errors.append((y - out.local_part(alone)).abs().max().item())
-        errors.append((out.inner(y, weights) - layout.inner(part, slope)).abs().item())
+        errors.append((out.inner(y, weights) - layout.inner(part, gradient)).abs().item())
     return errors
 
 

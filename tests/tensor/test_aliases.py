@@ -8,8 +8,10 @@ Tests `tensor/aliases.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -149,6 +151,7 @@ def need_gradients_alike() -> None:
     x = rows(2, 1, 0).requires_grad_() * 1
     with torch.no_grad():
         assert x.view(12).requires_grad and x[:, :2].requires_grad
+        assert torch.einsum("ij->ji", x).requires_grad
 
 
 def write_itself() -> None:
@@ -163,7 +166,60 @@ def write_itself() -> None:
     assert torch.equal(x.full(), values.t())
 
 
+def index_by_tensors_of_one_number() -> None:
+    """Torch takes them for numbers, of which it has views."""
+    values, one = torch.arange(12.0).view(3, 4), torch.tensor(1)
+    P = tessel.world().create_cartesian_topology_partition([3, 1])
+    keys = (one, (one, one), (slice(1, 3), one - 3), np.array(1), (one.to(torch.int8), None))
+    for key in (*keys, tessel.spread(one, tessel.Layout.whole(P, (), shared=True))):
+        plain = key.full() if isinstance(key, tessel.Tensor) else key
+        x, alone = tessel.spread(values, P), values.clone()
+        x[key].copy_(torch.full_like(alone[plain], 7.0))
+        alone[plain].copy_(torch.full_like(alone[plain], 7.0))
+        x[one] += 0.5
+        alone[one] += 0.5
+        assert torch.equal(x.full(), alone), plain
+        taken = x[plain] if isinstance(plain, torch.Tensor) else x[one]
+        x.add_(1)
+        with pytest.raises(ValueError, match="take the view after the change"):
+            taken.sum()
+
+
+OF_THEIR_OWN: tuple[Callable[[Any], Any], ...] = (
+    *(partial(F.pixel_shuffle, upscale_factor=k) for k in (1, 2)),
+    *(partial(F.pixel_unshuffle, downscale_factor=k) for k in (1, 3)),
+    *(lambda x, k=k: F.channel_shuffle(x, k) for k in (1, 2, 4)),
+    lambda x: F.interpolate(x, size=(3, 3)),
+    lambda x: F.interpolate(x, scale_factor=(1, 2), mode="bilinear"),
+    lambda x: torch.linalg.matrix_power(x, 1),
+    lambda x: x.take(torch.tensor(5)),
+)
+
+
+def give_tensors_of_their_own() -> None:
+    """What torch copies also where all values stay: a change of it leaves the operand alone."""
+    values = torch.arange(36.0, dtype=torch.float64).view(1, 4, 3, 3)
+    P = tessel.world()
+    for k, function in enumerate(OF_THEIR_OWN):
+        expected = function(values).mul_(2)
+        for dim in range(4):
+            axes = [0 if d == dim else None for d in range(4)]
+            x = tessel.spread(values, tessel.Layout.split(P, (1, 4, 3, 3), axes)).requires_grad_()
+            y = function(x * 1)
+            z = y.detach().clone()
+            y.mul_(2)
+            assert torch.equal(y.full(), expected) and torch.equal(y.full(), 2 * z.full()), (k, dim)
+            y.sum().backward()
+            with torch.no_grad():
+                function(x).mul_(2)
+            assert torch.equal(x.full(), values), (k, dim)
+    x = tessel.spread(torch.ones(()), tessel.Layout.whole(P, (), shared=True))
+    x.sum_to_size(()).mul_(2)
+    assert float(x) == 1
+
+
 CHECKS = (
+    *(index_by_tensors_of_one_number, give_tensors_of_their_own),
     *(give_itself, note_copies_of_copies, leave_data_alone, write_what_overlaps, derive_twice),
     *(change_shapes_in_place, write_unrecorded, need_gradients_alike, write_itself),
 )

@@ -46,6 +46,7 @@ CASES: dict[str, Rare] = {
         ((2, 3),),
         {0: 0},
     ),
+    "quantile of one value": (lambda x: x.sum().quantile(0.5, 0, True), ((4, 3),), {0: 0}),
     "diff of order 0": (lambda x, y: torch.diff(x, 0, 0, append=y), ((4, 3), (2, 3)), {1: 0}),
     "diff of order 0 with an end": (lambda x: x.diff(0, 0, x[:1]), ((4, 3),), {0: 0}),
     "a number at indices": (

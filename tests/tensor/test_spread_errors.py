@@ -50,6 +50,12 @@ def cumsum_in_place(x: Any) -> Any:
     return x[1:].cumsum_(1)
 
 
+def double_weights() -> Any:
+    """Torch casts the sequences alone; the last worker has none of the samples."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return nn.GRU(2, 3).double()(split(values((4, 2, 2), 1).float(), 1))
+
+
 def ctc(target: int = 1, times: int = 4, length: int = 1) -> Any:
     """Six samples, of which the last worker has one that is bad."""
     return F.ctc_loss(
@@ -98,6 +104,36 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: F.linear(split(values((5, 14), 1), 1), reals(4, 7)),
         RuntimeError,
         "do not fit",
+    ),
+    "autocast of double weights": (double_weights, RuntimeError, "same dtype"),
+    # all of the samples are on the first worker
+    "transposed convolution without outputs": (
+        lambda: F.conv_transpose1d(split(values((1, 1, 1), 1)), values((1, 1, 2), 1), padding=1),
+        RuntimeError,
+        "Output size is too small",
+    ),
+    # refused by torch where there are values, which the last worker has not
+    "product of truth values": (
+        lambda: split(torch.ones(2, 4) > 0) @ (torch.ones(4, 3) > 0),
+        NotImplementedError,
+        "not implemented for 'Bool'",
+    ),
+    "linear of truth values": (
+        lambda: F.linear(split(torch.ones(2, 4) > 0), torch.ones(3, 4) > 0),
+        NotImplementedError,
+        "not implemented for 'Bool'",
+    ),
+    "linear of split truth values": (
+        lambda: F.linear(split(torch.ones(3, 4) > 0, 1), split(torch.ones(2, 4) > 0)),
+        NotImplementedError,
+        "not implemented for 'Bool'",
+    ),
+    "forward mode around reverse mode": (
+        lambda: torch.func.jvp(
+            torch.func.grad(lambda x: x.tanh().sum()), (reals(6, 4),), (reals(6, 4),)
+        ),
+        NotImplementedError,
+        "put the jvp inside",
     ),
     "ctc of times": (lambda: ctc(times=5), RuntimeError, "input_lengths"),
     "ctc of lengths": (lambda: ctc(length=2), RuntimeError, "target_lengths"),

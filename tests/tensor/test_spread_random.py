@@ -108,6 +108,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     ),
     "init by a generator": lambda x: nn.init.trunc_normal_(x.detach() * 1, generator=own()),
     "poisson by a generator": lambda x: torch.poisson(x.detach().exp(), generator=own()),
+    "poisson by a generator at its place": lambda x: torch.poisson(x.detach().exp(), own()),
+    "rrelu by a generator at its place": lambda x: torch.rrelu(x, 0.1, 0.3, True, own()),
     "rrelu by a generator": lambda x: torch.ops.aten.rrelu(x, 0.1, 0.3, True, generator=own()),
     "multinomial by a generator": lambda x: torch.multinomial(
         x[0].detach().exp() * 1, 3, generator=own()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tessel
 from parity import close, values
@@ -242,7 +243,24 @@ def unknown(x: Tensor) -> Tensor:
     return F.logsigmoid(x).sum()
 
 
+def check_tangents_of_attention() -> None:
+    """Torch's fastest kernel has none: it raises in one process, unless told to take another."""
+    for settings in ({}, {"is_causal": True}):
+
+        def attention(x: Tensor, settings: dict[str, Any] = settings) -> Tensor:
+            return F.scaled_dot_product_attention(x, x * 2, x.sin(), **settings)
+
+        x = values((2, 3, 6, 4), 1)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = torch.func.jvp(attention, (x,), (x.cos(),))
+        for split in splits(x.shape):
+            y: Any = torch.func.jvp(attention, (split,), (split.cos(),))
+            for name, mine, theirs in zip(("value", "tangent"), y, expected, strict=True):
+                close(f"{name} of {settings}", whole(mine), theirs)
+
+
 CHECKS = (
+    check_tangents_of_attention,
     *(check_orders, check_complex, check_models, check_traffic, check_unknown),
     *(check_forward_mode_of_what_needs_gradients, check_tangents_of_others),
 )

@@ -51,14 +51,15 @@ class Step:
 
 
 def key_of(draw: random.Random, shape: tuple[int, ...]) -> Key:
-    """Slices, numbers and new dimensions."""
+    """Slices, numbers, as tensors, too, and new dimensions."""
     key: list[Any] = []
     for n in shape:
         start = draw.randrange(n + 1)
         stop = draw.randrange(start, n + 1)
         choices: list[Any] = [slice(None)] * 4 + [slice(start, stop), slice(start, None)]
         choices += [slice(None, stop), slice(start % 2, None, 2)]
-        choices += [draw.randrange(n), -1 - draw.randrange(n)] if n else []
+        if n:
+            choices += [draw.randrange(n), -1 - draw.randrange(n), torch.tensor(draw.randrange(n))]
         key.append(draw.choice(choices))
     while len(key) > 1 and key[-1] == slice(None) and draw.random() < 0.5:
         key.pop()

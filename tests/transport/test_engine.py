@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import stress
 import tessel
 from tessel import Layout, Move, transport
+from tessel.launch import Workers
 from tessel.testing import count_traffic
 from tessel.transport import copy_program, host
 from tessel.transport.constants import NOTHING, UNREAD
@@ -742,6 +743,45 @@ def freed_and_forked() -> list[bool]:
 @repeats_exchanges
 def test_what_repeats_is_freed_and_belongs_to_its_process(run: Run) -> None:
     assert run(freed_and_forked, nprocs=2) == [[True] * 5] * 2
+
+
+kept: list[tuple[Move, torch.Tensor]] = []  # of the first job of this process
+
+
+def of_the_first_job() -> str:
+    """A move without an agreement, which nothing but the engine looks at; or its error."""
+    tessel.world()
+    if not kept:
+        kept.append(whole_sum_of(5))
+    move, x = kept[0]
+    try:
+        for _ in range(3):
+            assert torch.equal(move.apply(x), x * transport.num_workers())
+    except RuntimeError as error:
+        return str(error)
+    assert move._again is not None
+    return ""
+
+
+def whole_sum_of(length: int) -> tuple[Move, torch.Tensor]:
+    layout = Layout.whole(tessel.world(), (length,))
+    return Move(layout, layout), torch.arange(float(length))
+
+
+def in_another_job() -> bool:
+    move, x = whole_sum_of(3)
+    return torch.equal(move.apply(x), x * transport.num_workers())
+
+
+@repeats_exchanges
+def test_what_outlives_its_job_writes_to_nobody() -> None:
+    """The memory of the others is gone: to repeat an exchange there would end the process."""
+    with Workers(2) as workers:
+        assert workers.run(of_the_first_job) == ["", ""]
+        assert workers.run(in_another_job, nprocs=3) == [True] * 3
+        for said in workers.run(of_the_first_job):
+            assert "they belong to a job that this process has left" in said
+        assert workers.run(in_another_job) == [True] * 2
 
 
 def run_ahead() -> list[int]:

@@ -49,6 +49,26 @@ def test_random_movements_are_the_same_both_ways(run: Any, nprocs: int) -> None:
     assert run(stress.movements, 400, nprocs, nprocs=nprocs) == [[]] * nprocs
 
 
+def begun_in_inference_mode(name: str, value: str) -> list[bool]:
+    """What comes is written to tensors of the mode in which the movements began."""
+    found = []
+    with stress.afresh(**{name: value}):
+        for length in (3, 300_000):
+            move, x = whole_sum((length,))
+            with torch.inference_mode():
+                wait = move.start(x)
+            move.group.share_objects(None)  # here some of it may come
+            found.append(torch.equal(wait(), torch.full((length,), 6.0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "setting", ["TESSEL_TRANSPORT=gloo", "TESSEL_ENGINE=python", "TESSEL_ENGINE=compiled"]
+)
+def test_movements_outlive_the_mode_in_which_they_begin(run: Any, setting: str) -> None:
+    assert run(begun_in_inference_mode, *setting.split("="), nprocs=3) == [[True] * 2] * 3
+
+
 def which_way() -> tuple[bool, bool, bool]:
     default = transport.shares_memory()
     whole_sum((1,))[0]

@@ -133,7 +133,7 @@ class Noted:
 
     def __init__(self, used: Used, model: nn.Module, inputs: Any) -> None:
         self.calls: list[Any] = []
-        self.slopes: dict[str, Tensor] = {}
+        self.output_gradients: dict[str, Tensor] = {}
         handles = []
         for name, module in model.named_modules():
             handles += [
@@ -161,7 +161,7 @@ class Noted:
         for position, each in enumerate(tree_leaves(output)):
             if isinstance(each, Tensor) and each.requires_grad:
                 place = f"{name} {self.calls.count(self.calls[-1])} {position}"
-                each.register_hook(partial(self.slopes.__setitem__, place))
+                each.register_hook(partial(self.output_gradients.__setitem__, place))
 
 
 def forms(values: Any) -> list[tuple[Any, ...]]:
@@ -237,9 +237,13 @@ def hooked(used: Used) -> None:
     assert len(seen.calls) > 1
     assert expected is None or expected.calls == seen.calls
     # Torch itself forgets hooks of views that are changed in place, as of instance norm.
-    names = [*expected.slopes] if expected is not None else None
+    names = [*expected.output_gradients] if expected is not None else None
     (names, *_) = used.grid.group.share_objects(names)
-    used.close(expected and expected.slopes, {name: seen.slopes[name] for name in names}, 10)
+    used.close(
+        expected and expected.output_gradients,
+        {name: seen.output_gradients[name] for name in names},
+        10,
+    )
     used.close(expected and expected.gradients, seen.gradients)
 
 
@@ -341,11 +345,11 @@ def in_halves(used: Used) -> None:
     """Autocast and a scaled loss: the same dtypes, and no more rounding than in one process."""
     alone = used.alone(lambda: halved(used, used.made(), used.inputs))
     spread = halved(used, used.converted(singled(used.made())), used.parts)
-    outputs, slopes = ({n: whole(x) for n, x in each.items()} for each in spread)
+    outputs, of_parameters = ({n: whole(x) for n, x in each.items()} for each in spread)
     if alone is None or used.noted is None:
         return
     exact = dict(enumerate(used.noted.outputs)), used.noted.gradients
-    for true, one, other in zip(exact, alone, (outputs, slopes), strict=True):
+    for true, one, other in zip(exact, alone, (outputs, of_parameters), strict=True):
         assert one.keys() == other.keys() and len(one) > 0
         largest = max(float(each.detach().abs().max()) for each in true.values() if each.numel())
         errors = []
@@ -370,11 +374,18 @@ def halved(
     """Outputs and gradients of a model in single precision under autocast."""
     with floating(torch.float32):
         model, scaler = singled(model), torch.amp.GradScaler(used.device, init_scale=64.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        # torch's scaler does not take complex gradients on a CPU
+        real, others = (
+            [p for p in model.parameters() if p.is_complex() is k] for k in (False, True)
+        )
+        optimizer = torch.optim.SGD(real, lr=1.0)
         with torch.autocast(used.device, torch.bfloat16):
             outputs = used.called(model, tree_map(single, inputs))
         scaler.scale(total(x.float() for x in outputs)).backward()
         scaler.unscale_(optimizer)
+        for each in others:
+            if each.grad is not None:
+                each.grad /= scaler.get_scale()
     return {k: x.detach() for k, x in enumerate(outputs)}, gradients(model)
 
 

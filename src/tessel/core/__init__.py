@@ -15,13 +15,13 @@ from tessel.core.agreement import Signature as Signature
 from tessel.core.agreement import TensorMeta as TensorMeta
 from tessel.core.agreement import agree as agree
 from tessel.core.agreement import grad_alike as grad_alike
-from tessel.core.agreement import in_forward_mode as in_forward_mode
 from tessel.core.agreement import same as same
 from tessel.core.agreement import tell as tell
 from tessel.core.boxes import Box as Box
 from tessel.core.boxes import Interval as Interval
 from tessel.core.boxes import Region as Region
 from tessel.core.checksum import checksum_of as checksum_of
+from tessel.core.context import in_forward_mode as in_forward_mode
 from tessel.core.context import is_compiling as is_compiling
 from tessel.core.context import setting as setting
 from tessel.core.layout import Cut as Cut

@@ -25,6 +25,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from tessel.core.context import in_forward_mode, in_transform
 from tessel.core.layout import Shape
 from tessel.core.partition import Partition
 from tessel.transport import NUM_WORDS, Group, code_of, packed_words
@@ -88,7 +89,8 @@ class Signature:
     def of_output(cls, out: Any) -> Signature:
         """The signature of an output; it has a tangent if torch differentiates the values."""
         plain = getattr(type(out), "__torch_dispatch__", None) is Tensor.__torch_dispatch__
-        found = cls.of(out if plain else None)  # what has no memory of its own cannot be written to
+        # what has no memory of its own cannot be written to
+        found = cls.of(out if plain and _can_change(out) else None)
         overlaps = found.dtype is not None and _overlaps(out)
         return replace(found, has_tangent=in_transform(), overlaps=overlaps)
 
@@ -179,10 +181,12 @@ class Agreement(Generic[T]):
             kind: Any = x.shape, x.dtype, x.device, x.layout, x.requires_grad, enabled
         else:
             kind = x = Signature.of(x)
-        if isinstance(out, Tensor):
+        has_strides = isinstance(out, Tensor) and not out.is_nested
+        if has_strides:
             lies = out.shape, out.stride() if out.layout is torch.strided else out.layout
-            kind = kind, type(out), *lies, out.dtype, out.device, out.requires_grad
-        keeps = not in_transform() and (out is None or isinstance(out, Tensor))
+            flags = out.requires_grad, _can_change(out)
+            kind = kind, type(out), *lies, out.dtype, out.device, *flags
+        keeps = not in_transform() and (out is None or has_strides)
         said = self._said.get(kind) if keeps else None  # tangents are not in the key
         if said is None:
             signature = Signature.of(x)
@@ -361,7 +365,10 @@ def check_outputs(
                     "torch.empty(0)"
                 )
         elif out.dtype is None:
-            raise ValueError(f"{label}: {got} that is not a tensor, or cannot be written to")
+            raise ValueError(
+                f"{label}: {got} that is not a tensor, or cannot be written to, such as a tensor "
+                "created under torch.inference_mode() outside of it"
+            )
         elif (out.shape, out.dtype, out.device) != (shape, meta.dtype, meta.device):
             raise ValueError(
                 f"{label}: {got} of shape {out.shape}, {out.dtype} on {out.device}; "
@@ -374,6 +381,11 @@ def check_outputs(
                 f"{label}: {got} some of whose elements share memory: pass a tensor that owns "
                 "its memory"
             )
+
+
+def _can_change(x: Tensor) -> bool:
+    """Whether torch lets a tensor be changed: one of inference mode only there."""
+    return not x.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -470,16 +482,6 @@ def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
 def entered(x: Tensor, meta: TensorMeta, gives: bool = True) -> Tensor:
     """The tensor that enters a call: with a gradient, or a tangent, if any worker's has one."""
     return grad_alike(as_agreed(x, meta, gives), meta)
-
-
-def in_forward_mode() -> bool:
-    """Whether this worker computes forward-mode derivatives."""
-    return forward_ad._current_level >= 0
-
-
-def in_transform() -> bool:
-    """Whether torch derives in forward mode now, or transforms a function (`torch.func`)."""
-    return in_forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def same(values: dict[int, Any], what: str, label: str) -> Any:

@@ -158,6 +158,7 @@ def grow(interval: Interval, left: int, right: int, length: int) -> Interval:
 
 def disjoint(intervals: Sequence[Interval]) -> bool:
     """Whether no index is in two of the intervals."""
+    # in order, only neighbors can overlap, if those before them do not
     filled = sorted(interval for interval in intervals if interval[0] < interval[1])
     return all(a[1] <= b[0] for a, b in pairwise(filled))
 

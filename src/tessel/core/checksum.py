@@ -11,7 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C import _DisableFuncTorch, _functorch
 
-from tessel.core.agreement import in_forward_mode
+from tessel.core.context import in_forward_mode
 
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 _STEP = 1 << 24

@@ -1,4 +1,8 @@
-"""Context: values that hold while a block of code runs, in this thread or task alone."""
+"""Context: what holds while a block of code runs.
+
+Values that are set for this thread or task alone, and whether torch traces, derives or transforms
+what runs now.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.compiler as _compiler
 from torch.compiler import is_dynamo_compiling
 
@@ -46,3 +52,13 @@ def is_compiling() -> bool:
     # Every movement asks this several times, so it is `torch.compiler.is_compiling()` without its
     # check for scripted code. Dynamo supports the first function, but cannot read the flag.
     return is_dynamo_compiling() or _compiler._is_compiling_flag or current_trace.get() is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether this worker computes forward-mode derivatives."""
+    return forward_ad._current_level >= 0
+
+
+def in_transform() -> bool:
+    """Whether torch derives in forward mode now, or transforms a function (`torch.func`)."""
+    return in_forward_mode() or torch._C._are_functorch_transforms_active()

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core import boxes
-from tessel.core.agreement import in_transform
 from tessel.core.boxes import Box, Region
-from tessel.core.context import is_compiling
+from tessel.core.context import in_transform, is_compiling
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator, record, record_several
 from tessel.core.move import Apart
@@ -201,9 +200,8 @@ class AsyncHalo:
         return record(self._wait, token)
 
 
-_InTransit = deque[
-    Callable[[], ArrivedParts]
-]  # messages in transit: in forward mode those of a tangent follow
+# messages in transit: several, since in forward mode those of a tangent follow
+_InTransit = deque[Callable[[], ArrivedParts]]
 
 
 class _HaloStep(LinearOperator):
@@ -224,7 +222,9 @@ class _HaloStep(LinearOperator):
     ) -> None:
         self.halo, self.there, self.back = halo, there, back
         self.waits, self.adjoint = waits, adjoint
-        token = halo.codomain  # its values are never read
+        # The token has the size of the strips, as tensors must fit the layouts of an operator; what
+        # is in it does not matter.
+        token = halo.codomain
         end = halo.codomain if waits != adjoint else halo.domain
         self.domain, self.codomain = (token, end) if waits else (end, token)
         self._group = halo.group

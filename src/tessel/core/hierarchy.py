@@ -111,6 +111,8 @@ class LocalGroups:
                 found.items(), key=lambda each: (each[0][0], min(map(min, each[1].values())))
             )
         }
+        # A host that lacks one of an owner's terms cannot add them in the owner's order: it gets
+        # their sum from a host that can.
         complete = {
             (host, box, owner)
             for (host, box, owner), terms in found.items()
@@ -152,6 +154,8 @@ def _owners(hosts_of: dict[Coordinates, set[int]]) -> dict[Coordinates, int]:
     """The owner of each term: one of the hosts that hold it."""
     left, owners = dict(hosts_of), {}
     while left:
+        # Who holds most comes first, so that there are few owners; of several the one with the
+        # lowest number, since all workers must choose alike.
         counts = Counter(host for there in left.values() for host in there)
         owner = min(counts, key=lambda host: (-counts[host], host))
         for place in [place for place, there in left.items() if owner in there]:
@@ -214,7 +218,7 @@ def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
     adds = copies = False
     for group in takes.all:
         for taker in group.workers:
-            for place, _ in source.agreement(group.box):
+            for place, _ in source.overlaps(group.box):
                 from_group = (
                     gives.adder(gives.adding[place], group.host)
                     if sums
@@ -281,7 +285,7 @@ class _LocalGroupPlans:
         if own is not None:
             gives = [
                 Piece.of(taker, part, own)
-                for there, _ in self.target.agreement(own)
+                for there, _ in self.target.overlaps(own)
                 for taker in self.target.holders(there)
                 if (part := boxes.intersection(own, self.wants(taker))) is not None
                 and any(giver == worker for giver, _ in self._givers(taker, part))
@@ -299,9 +303,9 @@ class _LocalGroupPlans:
         if self.source.owns_once:
             return [
                 (giver_of(self.source, place, self.target, taker, self.hosts), part)
-                for place, part in self.source.agreement(want)
+                for place, part in self.source.overlaps(want)
             ]
-        met = {self.gives.adding[place] for place, _ in self.source.agreement(want)}
+        met = {self.gives.adding[place] for place, _ in self.source.overlaps(want)}
         adders = [self.gives.adder(number, self.hosts[taker]) for number in sorted(met)]
         return [
             (giver, part)
@@ -332,6 +336,8 @@ class _LocalGroupPlans:
         group, own = self.gives.of.get(worker), self.has(worker)
         mine = None if group is None else group.carried_by(worker)
         if group is None or own is None or mine is None:
+            # It makes both exchanges with nothing in them: the workers of a group count exchanges,
+            # and messages carry the count.
             empty = assembled(worker, [], [], (shape_of(own), (0,)), once=False)
             return empty, assembled(worker, [], [], ((0,), (0,)), once=False)
         others = [each for each in self.gives.all if each.box == group.box]

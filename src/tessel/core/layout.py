@@ -257,12 +257,20 @@ class Layout:
         >>> layout.gathered([0]).shared
         (0,)
         """
-        cuts = list(self.cuts)
-        axes: tuple[int, ...] = ()
-        for dim in dims:
-            axes += cuts[dim].axes
-            cuts[dim] = Cut.whole(self.shape[dim])
-        return replace(self, cuts=tuple(cuts), shared=tuple(sorted({*self.shared, *axes})))
+        whole = tuple(dims)
+        if whole not in self._gathered:
+            cuts = list(self.cuts)
+            for dim in whole:
+                cuts[dim] = Cut.whole(self.shape[dim])
+            axes = {axis for dim in whole for axis in self.cuts[dim].axes}
+            shared = tuple(sorted({*self.shared, *axes}))
+            found = replace(self, cuts=tuple(cuts), shared=shared)
+            self._gathered[whole] = None if found == self else found
+        return self._gathered[whole] or self
+
+    @cached_property
+    def _gathered(self) -> dict[tuple[int, ...], Layout | None]:
+        return {}  # as above: rules ask for the same again and again
 
     @transport.kept_in_job
     def split_like(self, shape: Shape) -> Layout:
@@ -461,7 +469,7 @@ class Layout:
         assert box is not None
         return boxes.extent(box)
 
-    def agreement(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
+    def overlaps(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
         """The places on the grid (0 along shared axes) whose boxes meet `box`, and the overlaps."""
         hits = []  # for each dimension, the coordinates of intervals that meet `box`
         for cut, want in zip(self.cuts, box, strict=True):
@@ -473,6 +481,8 @@ class Layout:
                     if (part := boxes.overlap(own, want))
                 ]
             )
+        # Separate copies of an index are terms of a sum, so each place that has one is listed. Of
+        # shared copies any holder can give the value: the first place stands for all.
         copies = [range(self.partition.shape[axis]) for axis in self.separate]
         for chosen in product(*hits):
             met = tuple(part for _, part in chosen)
@@ -509,6 +519,7 @@ class Layout:
 
     def local_inner(self, x: Tensor, y: Tensor) -> Tensor:
         """This worker's share of `inner`: shared values count on one worker only."""
+        # zero where nothing counts: every worker takes part in the sum of all shares
         return torch.vdot(x.reshape(-1), y.reshape(-1)) if self.counts else x.new_zeros(())
 
     def inner(self, x: Tensor, y: Tensor) -> Tensor:

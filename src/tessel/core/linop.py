@@ -25,10 +25,8 @@ from tessel.core.agreement import (
     TensorMeta,
     as_agreed,
     check_outputs,
-    in_forward_mode,
-    in_transform,
 )
-from tessel.core.context import is_compiling, setting
+from tessel.core.context import in_forward_mode, in_transform, is_compiling, setting
 from tessel.core.graph import current_trace, outside_of_graphs, placed, settings_in
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, Shape
@@ -122,7 +120,8 @@ class LinearOperator(HasHandle):
     def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
         """Write the output to `out`, which it fits, and give it; nothing is recorded."""
         with torch.no_grad():
-            return out.copy_(self._apply(x))
+            y = self._apply(x)
+            return out.copy_(y) if self.codomain.partition.active else out  # where nothing comes
 
     def prepare(self) -> transport.Group:
         """Make the group of the operator, on all workers of the job together, and return it.

@@ -273,6 +273,7 @@ class Move(LinearOperator):
         return add
 
 
+# The engine repeats a move by itself only while nobody, as a trace, has put another method here.
 keep_unchanged(Move, "_apply")
 
 
@@ -451,6 +452,7 @@ class Stage:
             and not plan.silent
             and plan.kept is not None
             and all(self._gaps)  # () is the whole output
+            and not (x.is_conj() or x.is_neg())  # whose values are not those in its memory
             and (own.data_ptr(), own.shape, own.stride()) == (x.data_ptr(), x.shape, x.stride())
         )
 

@@ -74,6 +74,7 @@ class Partition:
     @property
     def active(self) -> bool:
         """Whether this worker belongs to the partition."""
+        # not once and for all: in another job this worker may have another number
         return transport.this_worker() in self._places
 
     @property
@@ -206,6 +207,7 @@ class Partition:
     def rows(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """The workers in rows: the workers of one row differ only along `axes`."""
         along = self.axes(axes)
+        # one row for each place along the other axes
         starts = [(0,) if axis in along else range(n) for axis, n in enumerate(self.shape)]
         return tuple(
             tuple(

@@ -199,7 +199,7 @@ def plan(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> Plan
     if wanted is not None:
         takes = tuple(
             Piece.of(giver_of(source, place, target, worker, hosts), part, wanted)
-            for place, part in source.agreement(wanted)
+            for place, part in source.overlaps(wanted)
         )
     if target.owns_once and all(target.partition.shape[axis] == 1 for axis in target.shared):
         # Nobody else has the sum, so it may begin with the worker's own term: if that covers
@@ -211,7 +211,7 @@ def plan(source: Layout, target: Layout, worker: int, hosts: Hosts = ()) -> Plan
         giver_of(source, place, target, each, hosts) == each
         for each in target.partition.ranks
         if (box := target.box(each)) is not None
-        for place, _ in source.agreement(box)
+        for place, _ in source.overlaps(box)
     )
     # If each of more than two workers takes from each other, one all-to-all is quickest.
     workers, cuts = set(source.partition.ranks), zip(source.cuts, target.cuts, strict=True)
@@ -262,7 +262,7 @@ def _gives(source: Layout, target: Layout, worker: int, hosts: Hosts) -> Iterato
     if own is None or box is None:
         return
     place = tuple(0 if axis in source.shared else at for axis, at in enumerate(own))
-    for there, part in target.agreement(box):
+    for there, part in target.overlaps(box):
         for taker in target.holders(there):
             if giver_of(source, place, target, taker, hosts) == worker:
                 yield Piece.of(taker, part, box)

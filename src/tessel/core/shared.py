@@ -81,7 +81,7 @@ class Replicate(LinearOperator):
         return shared and all(len(cut.intervals) == 1 for cut in self.domain.cuts)
 
     def _apply(self, x: Tensor) -> Tensor:
-        return x.detach()
+        return x.detach()  # the same memory, but not the argument itself, which would be cloned
 
     @property
     def H(self) -> LinearOperator:
@@ -321,6 +321,7 @@ class GradientBucket:
         ]
         is_ours = len(flat) > 1
         if is_ours:  # a single gradient travels as it is, without a copy and a flag
+            # as numbers of the same dtype, so that they travel with the gradients
             flags = tuple(float(grad is not None) for grad in grads)
             flat = [torch.cat([*flat, constant(flags, self.like.dtype, self.like.device)])]
         return flat[0], is_ours, is_all

@@ -35,6 +35,7 @@ def reads(field: ReceptiveField | None, outputs: Interval, length: int) -> Inter
     if outputs[0] == outputs[1]:
         return 0, 0
     hull = outputs if field is None else field.hull(outputs)
+    # Outputs may read nothing but padding: an empty interval, too, must lie within the tensor.
     return overlap(hull, (0, length)) or (0, 0)
 
 
@@ -88,7 +89,7 @@ class TouchingWindow:
         shifts = (self.window.dilation * tap for tap in range(self.window.kernel))
         touch = [bool(overlap((start + by, stop + by), self.inputs)) for by in shifts]
         if not any(touch):
-            return 0, 1
+            return 0, 1  # torch convolves with no kernel without values
         return touch.index(True), len(touch) - touch[::-1].index(True)
 
     def hull(self, outputs: Interval) -> Interval:
@@ -188,6 +189,7 @@ class Mirrored:
             return [index % self.length for index in range(start, stop)]
         last = self.length - 1
         reflects = self.mode == "reflect"
+        # |k| mirrors at the first index, and last − |last − k| at the last one
         mirrored = (last - abs(last - abs(k)) if reflects else k for k in range(start, stop))
         return [min(max(index, 0), last) for index in mirrored]
 
@@ -344,9 +346,11 @@ class Cubic(_Centered):
 
 def _inner(distance: np.ndarray) -> np.ndarray:
     """The cubic convolution kernel up to a distance of 1."""
+    # (a + 2) d³ − (a + 3) d² + 1
     return (1.25 * distance - 2.25) * distance * distance + 1
 
 
 def _outer(distance: np.ndarray) -> np.ndarray:
     """The cubic convolution kernel for a distance of 1 to 2."""
+    # a d³ − 5a d² + 8a d − 4a
     return ((-0.75 * distance + 3.75) * distance - 6) * distance + 3

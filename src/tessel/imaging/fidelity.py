@@ -17,18 +17,16 @@ from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
     WAY_OUT,
     as_dtype,
-    attempted,
     check_common,
     depending_on,
     idle,
     in_common,
-    known,
-    made_by_all,
     tensors_held_by,
 )
 from tessel.imaging.parts.local_rules import MISFITS
-from tessel.imaging.parts.operators import RowOperator, Whole, vjp
+from tessel.imaging.parts.operators import Gathered, RowOperator, Whole, vjp
 from tessel.imaging.physics import DistributedPhysics, OperatorCall
+from tessel.imaging.problems import attempted, known, made_by_all
 from tessel.imaging.signal import Image, local_data
 from tessel.transport import kept_in_job
 
@@ -256,11 +254,8 @@ class PartFidelity:
             batch: the number of images.
         """
         f, x = self.fidelity, call.x
-        if isinstance(operator, Whole) and operator.is_alone:
-            alone: Tensor = f(x, y, operator.physics, *call.args, **call.settings)
-            return alone
         shape = (batch,) if self.is_batched else ()
-        if isinstance(operator, Whole):
+        if isinstance(operator, Gathered):
             return operator.computed(
                 lambda image, y: f(image, y, operator.physics).reshape(shape),
                 *(operator.gather(x), y),
@@ -268,6 +263,9 @@ class PartFidelity:
                 whole=shape,
                 users=f,
             )
+        if isinstance(operator, Whole):
+            alone: Tensor = f(x, y, operator.physics, *call.args, **call.settings)
+            return alone
         u = operator.A(x)
         if not self.is_separable:
             whole = _whole_of(operator.codomain)
@@ -372,9 +370,9 @@ class PartFidelity:
 
 
 @kept_in_job
-def _whole_of(layout: Layout) -> Whole:
+def _whole_of(layout: Layout) -> Gathered:
     """The operator that gathers a measurement in parts on the first worker."""
-    return Whole(_PLAIN, layout, layout.partition.ranks[0])
+    return Gathered(_PLAIN, layout, layout.partition.ranks[0])
 
 
 class _WithDerivative:

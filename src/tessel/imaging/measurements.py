@@ -22,10 +22,10 @@ from tessel.imaging.parameters import (
     in_common,
     learned,
     leaves_of,
-    made_by_all,
     tensors_held_by,
     unshared_leaf,
 )
+from tessel.imaging.problems import made_by_all
 
 _WAY_OUT = (
     f"{WAY_OUT}; values computed from a shared tensor beforehand, such as views, must be computed "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tessel import transport
 from tessel.core import (
     LinearOperator,
     Partition,
     Shape,
-    agree,
     anchored_zeros,
     copying,
     is_compiling,
@@ -45,7 +43,6 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
 )
 _FUNCTION = types.FunctionType
-T = TypeVar("T")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -405,62 +402,6 @@ def unshared_problem(
                 "uses it, or detach it"
             )
     return ""
-
-
-# Problems that one worker finds while others wait for its results: it continues, and all raise
-# afterwards. None: it raises at once.
-Problem = tuple[str, Exception | None]  # the end of a sentence, and the exception of user code
-noticed: ContextVar[list[Problem] | None] = ContextVar("noticed", default=None)
-
-
-def notice(problem: str, cause: Exception | None = None) -> None:
-    """Record a problem, or raise ValueError if problems are not collected."""
-    problems = noticed.get()
-    if problems is None:
-        raise ValueError(f"an image in parts{problem}")
-    problems.append((problem, cause))
-
-
-def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
-    """The result; a gradient that goes to a parameter that is not found in `users` is a problem."""
-    if torch.is_grad_enabled() and transport.num_workers() > 1:
-        problem = unshared_problem([result], users, (), given)
-        if problem:
-            notice(problem)
-    return result
-
-
-def attempted(function: Callable[[], Tensor]) -> Tensor | None:
-    """The result of user code; None if it raises, and then all workers raise after the call."""
-    if noticed.get() is None or transport.num_workers() == 1:
-        return function()
-    try:
-        return function()
-    except Exception as error:  # any exception: others wait for the results of this worker
-        notice(f", which raised {raised(error)}", error)
-        return None
-
-
-def raised(error: Exception) -> str:
-    """The text of an exception for other workers."""
-    return f"{type(error).__name__}: {error}"
-
-
-def made_by_all(ctx: DistributedContext, call: str, make: Callable[[], T]) -> T:
-    """The result of a user's function on each worker; if it raises on one of them, all raise.
-
-    Args:
-        ctx: the workers.
-        call: the call, in words.
-        make: the function on this worker.
-    """
-    try:
-        found = make()
-    except Exception as error:  # any exception: others would wait for this worker
-        agree(ctx.partition, f"{call}, which raised {raised(error)}")
-        raise
-    agree(ctx.partition, call)
-    return found
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,6 @@ from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
     WAY_OUT,
     Copies,
-    Problem,
     anchor_of,
     both,
     check_common,
@@ -48,10 +47,7 @@ from tessel.imaging.parameters import (
     gradients_of,
     in_common,
     learned,
-    made_by_all,
     needs_grad,
-    noticed,
-    raised,
     tensors_held_by,
     tensors_of,
     unshared_problem,
@@ -59,6 +55,7 @@ from tessel.imaging.parameters import (
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import DTYPES, RowOperator
 from tessel.imaging.parts.rows import NO_ARGUMENTS, CallArguments, rows_of_operators
+from tessel.imaging.problems import Problem, made_by_all, noticed, raised
 from tessel.imaging.signal import Image, local_data
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]

@@ -37,13 +37,13 @@ from tessel.imaging.parameters import (
     gradients_of,
     learned,
     needs_grad,
-    raised,
     state_of,
     unshared_leaf,
 )
 from tessel.imaging.parts.layouts import bringing
 from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.parts.rows import rows_of
+from tessel.imaging.problems import raised
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.tiling import Tiling, tiling_of
 

@@ -211,9 +211,11 @@ class FNO(ComputingLayer, torch.nn.Module):
         kinds = (is_off, buckets.planned_uses(), *needs, *dtypes)
         agreements: dict[Any, Agreement[AgreedInput]] = self.__dict__.setdefault("_agreements", {})
         if kinds not in agreements:
-            label = f"{self.label} under torch.no_grad()" if is_off else self.label
+            # with its number: of two equal models, workers must call the same one
+            label = f"{self.label} (number {self._number})"
+            label += " under torch.no_grad()" if is_off else ""
             agreements[kinds] = parts_agreement(
-                self.prepare(), self.P_x, label, f"{self!r} {kinds}"
+                self.prepare(), self.P_x, label, f"{self!r} {label} {kinds}"
             )
         return agreements[kinds]
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call, in_transform
-from tessel.core.context import is_compiling, setting
+from tessel.core.agreement import agree_on_call
+from tessel.core.context import in_transform, is_compiling, setting
 from tessel.core.linop import is_traced
 from tessel.core.memory_format import is_channels_last
 from tessel.core.partition import Partition
@@ -231,18 +231,19 @@ def in_buckets(
         schedule.learn(call.plan, call.uses)
 
 
-def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) -> None:
+def agree_on_uses(module: torch.nn.Module, label: str, wrapping: str, partition: Partition) -> None:
     """Raise on all workers if they used different parameters, or the same ones in another order.
 
     Then they took different branches of the model, and gradients of different parameters would be
     added. All workers call this at the end of a call whose parameters get gradients. They must also
-    have the same `wrapping`, a text that names the wrappers that average these gradients.
+    have the same `label`, the module in words, and the same `wrapping`, a text that names the
+    wrappers that average these gradients.
     """
     call = current_buckets.get()
     if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
         return
     group = partition.prepare()
-    head, code = _beginning(type(module).__name__, partition, wrapping)
+    head, code = _beginning(label, wrapping)
 
     def said() -> str:
         names = {id(value): name for name, value in module.named_parameters()}
@@ -271,9 +272,9 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition, wrapping: str) 
 
 
 @kept_in_job
-def _beginning(name: str, partition: Partition, wrapping: str) -> tuple[str, int]:
+def _beginning(label: str, wrapping: str) -> tuple[str, int]:
     """The part of a call's text that does not depend on its parameters, and its code; cached."""
-    head = f"{name} over {partition}, under {wrapping}, with the parameters "
+    head = f"{label}, under {wrapping}, with the parameters "
     return head, code_of(head)
 
 

@@ -35,6 +35,7 @@ from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
 from tessel.errors import check_choice
 from tessel.nn import buckets
+from tessel.nn.encoders import encoded
 from tessel.nn.layer import (
     Layer,
     alone,
@@ -70,7 +71,7 @@ from tessel.tensor.shared_random import (
     seed_generators,
     seeded,
 )
-from tessel.tensor.table import gathered, in_backward, running
+from tessel.tensor.table import in_backward, running
 from tessel.tensor.tensor import is_spread
 from tessel.transport import kept_in_job
 
@@ -115,10 +116,20 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     check_choice("fallback", fallback, FALLBACKS)
     stream = Stream(_agree_on_model(model, P_x))  # before any parameter or buffer is sent
     refuse_flattened(type(model).__name__, model.modules(), P_x)
+    for kind in dict.fromkeys(map(type, model.modules())):  # in one order on all workers
+        # its layers would be converted, and what stands between them would see parts
+        is_called = kind.__call__ is not nn.Module.__call__ and kind.__module__[:6] != "torch."
+        if is_called and _found_in(kind, "forward") is nn.Module.forward:
+            raise NotImplementedError(
+                f"{kind.__name__} defines __call__ in place of forward, which a converted model "
+                f"cannot replace; name it forward"
+            )
     if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
         check_alike(split, P_x)
     equalize([value for _, value in _values(model)], P_x)
-    conversion = ModelConversion(P_x, stream, fallback)
+    # the same on all workers, as they have just agreed
+    number = P_x.prepare().num_calls if P_x.active else 0
+    conversion = ModelConversion(P_x, stream, fallback, number)
     conversion.enter(model)
     return model
 
@@ -230,10 +241,12 @@ class ModelConversion:
         P_x: the partition of the input.
         stream: the random numbers of the model.
         fallback: how to treat functions without a rule.
+        number: the number of the conversion, the same on all workers: distinguishes equal models.
     """
 
-    def __init__(self, P_x: Partition, stream: Stream, fallback: str) -> None:
-        self.P_x, self.stream, self.fallback = P_x, stream, fallback
+    def __init__(self, P_x: Partition, stream: Stream, fallback: str, number: int) -> None:
+        self.P_x, self.stream, self.fallback, self.number = P_x, stream, fallback, number
+        self.num_entered = 0
         self.averaging: set[tuple[int, ...]] = set()  # workers over which wrappers average rightly
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
@@ -268,6 +281,7 @@ class ModelConversion:
                 # an attribute of the instance replaces the method
                 and isinstance(module.__dict__.get(name), Entrance | None)
             ]
+            self.num_entered += 1
             for name in ("forward", *others):
                 module.__dict__[name] = Entrance(module, self, name)
             if isinstance(module, GraphModule):
@@ -421,7 +435,7 @@ def _found_in(kind: type, name: str) -> Any:
     raise AttributeError(f"{kind.__name__} has no attribute {name!r} any more")
 
 
-_WITH_OTHER_CODE = (nn.SyncBatchNorm, torch.jit.ScriptModule)  # other than that of their class
+_SYNCHRONIZED = nn.SyncBatchNorm.forward
 
 
 class Entrance(HasHandle):
@@ -444,6 +458,8 @@ class Entrance(HasHandle):
         own = module.__dict__.get(name)  # somebody may have put one into this module
         self.own: Any = own.own if isinstance(own, Entrance) else own
         self.module, self.conversion, self.name = module, conversion, name
+        # of two equal modules, workers must call the same one
+        self.number = f"{conversion.number}.{conversion.num_entered}"
         self.schedule = buckets.BucketSchedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -464,16 +480,23 @@ class Entrance(HasHandle):
         module = self.module
         if self.own is not None:
             return self.own(*args, **kwargs)
-        if not isinstance(module, _WITH_OTHER_CODE):
-            kind = type(module)
-            # for most modules it is in their own class
-            method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
-            if type(method) is FunctionType:
-                return method(module, *args, **kwargs)
-            return method.__get__(module, kind)(*args, **kwargs)  # such as a static method
-        if isinstance(module, nn.SyncBatchNorm):  # its own forward communicates
-            return nn.modules.batchnorm._BatchNorm.forward(module, *args, **kwargs)
-        return module._c._get_method(self.name)(*args, **kwargs)  # traced: its class has no code
+        if isinstance(module, torch.jit.ScriptModule):  # traced: its class has no code
+            return module._c._get_method(self.name)(*args, **kwargs)
+        kind = type(module)
+        # for most modules it is in their own class
+        method = kind.__dict__.get(self.name) or _found_in(kind, self.name)
+        if method is nn.TransformerEncoder.forward:
+            return encoded(module, *args, **kwargs)
+        if type(method) is FunctionType:
+            if method is _SYNCHRONIZED:  # it communicates
+                method = nn.modules.batchnorm._BatchNorm.forward
+            return method(module, *args, **kwargs)
+        return method.__get__(module, kind)(*args, **kwargs)  # such as a static method
+
+    @property
+    def label(self) -> str:
+        """The module in words."""
+        return f"{type(self.module).__name__} (number {self.number}) over {self.conversion.P_x}"
 
     def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
@@ -571,7 +594,7 @@ class Entrance(HasHandle):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
-                buckets.agree_on_uses(self.module, P_x, wrapping)
+                buckets.agree_on_uses(self.module, self.label, wrapping, P_x)
                 if not any(map(is_spread, given)):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
@@ -589,7 +612,7 @@ class Entrance(HasHandle):
         parameters = Contents(module).parameters
         flags, is_off = needs_of(parameters)
         mode = "training" if module.training else "evaluation"
-        call = f"{type(module).__name__} over {P_x}, compiled in {mode}"
+        call = f"{self.label}, compiled in {mode}"
         key = (module.training, is_off, *flags)
         agreements = self.__dict__.setdefault("_agreements", {})
         schedules: dict[Any, buckets.BucketSchedule] = self.__dict__.setdefault("_schedules", {})
@@ -693,9 +716,9 @@ class Entrance(HasHandle):
         if state not in calls:
             mode = "training" if self.module.training else "evaluation"
             mode += ", under torch.no_grad()" if is_off else ""
-            method = "" if self.name == "forward" else f".{self.name}"
+            method = "" if self.name == "forward" else f", its method {self.name},"
             call = (
-                f"{type(self.module).__name__}{method} over {P_x} in {mode}, with "
+                f"{self.label}{method} in {mode}, with "
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
                 f"dimensions, and {buckets.described(plan)}"
             )
@@ -824,4 +847,4 @@ def outside(layout: Layout) -> Layout:
     if len(layout.shape) == layout.partition.dim:
         return Layout.balanced(layout.partition, layout.shape)
     dims = (dim for dim, cut in enumerate(layout.cuts) if dim or cut.axes != (0,))
-    return gathered(layout, tuple(dim for dim in dims if layout.is_split(dim)))
+    return layout.gathered(tuple(dim for dim in dims if layout.is_split(dim)))

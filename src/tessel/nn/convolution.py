@@ -11,7 +11,9 @@ from torch import Tensor
 from tessel.core.layout import Layout, Shape
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
+from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules import convolution
+from tessel.tensor.table import opened
 from tessel.tensor.windowed import Numbers
 
 
@@ -25,6 +27,7 @@ class ConvolutionLayer(Weighted):
     padding_mode: Any
     dilation: Numbers
     groups: int
+    _conv_forward: Any  # torch's own
     in_channels: int
     out_channels: int
 
@@ -46,6 +49,13 @@ class ConvolutionLayer(Weighted):
         return shape
 
     def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
+        if type(self)._conv_forward.__module__ != "torch.nn.modules.conv":  # a user's: call it
+            if self.P_w is not None:
+                raise NotImplementedError(
+                    f"{type(self).__name__} has its own _conv_forward, which would get a block of "
+                    f"the weight; leave P_w out, got {self.P_w}"
+                )
+            return opened(self.torch_forward(SpreadTensor(x, layout)))
         settings, plan = self.settings, None
         if self.P_w is not None:
             plan = self.on_grid(layout.shape, convolution.convolved(layout.shape, settings))

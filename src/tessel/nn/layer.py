@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from copy import deepcopy
 from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from tessel import transport
 from tessel.core.agreement import Agreement, TensorMeta, agree, entered
@@ -81,6 +83,19 @@ def compute_spread(compute: Callable[..., Result], x: Tensor, *args: Any, **sett
     return SpreadTensor(y, layout)
 
 
+def copied(layer: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a layer, without what is derived, also of one that torch has parametrized.
+
+    Torch would copy all attributes of that, groups of workers and its handle among them.
+    """
+    kind: Any = type(layer)
+    memo[id(layer)] = new = kind.__new__(kind)
+    # a parametrized class has a `__getstate__` that raises, so that no file gets its state
+    state = HasHandle.__getstate__(layer) if is_parametrized(layer) else layer.__getstate__()
+    new.__setstate__(deepcopy(state, memo))
+    return new
+
+
 class Layer(HasHandle):
     """A mixin with which a torch layer works on tensors that are spread over a partition.
 
@@ -94,8 +109,11 @@ class Layer(HasHandle):
     is_converted = False  # from torch's layer, in a model
     _group: transport.Group | None = None
     _takes_part: bool  # whether this worker is one of the group
+    __signature__: inspect.Signature | None
     _number: int  # the number of the call that made the group: distinguishes equal layers
     _derived = HasHandle._derived | {"_agreements", "_group", "_number", "_takes_part", "_traces"}
+
+    __deepcopy__ = copied
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # torch's own layer
@@ -106,23 +124,29 @@ class Layer(HasHandle):
     def __init_subclass__(cls, **settings: Any) -> None:
         """Make the signature of a layer name all arguments: those of torch's layer, and its own."""
         super().__init_subclass__(**settings)
-        # `help` and editors would see *args of `__init__` above
-        theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
-        if theirs not in (None, torch.nn.Module):  # a model defines all of its arguments itself
-            # signatures of functions, not of classes, which inherit `__signature__` from their
-            # bases
-            own, torchs = (
-                list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
-                for each in (cls, theirs)
-            )
-            # its own first arguments, all of torch's, and its own keyword-only ones
-            lead = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
-            named = [each for each in own if each.kind is each.KEYWORD_ONLY]
-            taken = {each.name for each in (*lead, *named)}
-            between = [each for each in torchs if each.name not in taken]
-            # keyword-only arguments must be last; a stable sort keeps the rest
-            between.sort(key=lambda each: each.kind is each.KEYWORD_ONLY)
-            cls.__signature__ = inspect.Signature([*lead, *between, *named])  # type: ignore[attr-defined]
+        kinds = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]
+        theirs = next((each for each in kinds if not issubclass(each, Layer)), None)
+        if theirs in (None, torch.nn.Module):  # a model defines all of its arguments itself
+            return
+        if any(issubclass(each, Layer) and issubclass(each, theirs) for each in kinds[1:]):
+            # The class of a user, or of torch, which makes one of each layer that it parametrizes
+            # or splits: it may take any arguments.
+            if "__init__" in vars(cls):
+                cls.__signature__ = None  # rather than that of its base
+            return
+        # `help` and editors would see *args of `__init__` above. Signatures of functions, not of
+        # classes, which inherit `__signature__` from their bases.
+        own, torchs = (
+            list(inspect.signature(each.__init__).parameters.values())[1:] for each in (cls, theirs)
+        )
+        # its own first arguments, all of torch's, and its own keyword-only ones
+        lead = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+        named = [each for each in own if each.kind is each.KEYWORD_ONLY]
+        taken = {each.name for each in (*lead, *named)}
+        between = [each for each in torchs if each.name not in taken]
+        # keyword-only arguments must be last; a stable sort keeps the rest
+        between.sort(key=lambda each: each.kind is each.KEYWORD_ONLY)
+        cls.__signature__ = inspect.Signature([*lead, *between, *named])
 
     def place_on(self, P_x: Partition) -> None:
         """Make the layer work on tensors that are spread over `P_x`."""

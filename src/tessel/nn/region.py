@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch.nn.functional as F  # noqa: N812
@@ -96,7 +97,8 @@ class HaloRegion(HasHandle, nn.Sequential):
     can_be_traced = Layer.can_be_traced
 
     def __init__(self, *layers: nn.Module | OrderedDict[str, nn.Module]) -> None:
-        if len(layers) == 1 and type(layers[0]) in (nn.Sequential, HaloRegion):
+        if len(layers) == 1 and type(layers[0]) in _CHAINS:
+            check_code(layers[0])  # type: ignore[arg-type]
             layers = (OrderedDict(layers[0].named_children()),)  # type: ignore[union-attr]
         super().__init__(*layers)  # type: ignore[arg-type]
         if self.P_x is not None:
@@ -150,6 +152,9 @@ class HaloRegion(HasHandle, nn.Sequential):
     def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
         assert P_x is not None
+        for chain in self.modules():
+            if chain is not self and type(chain) in _CHAINS:
+                check_code(chain)
         return [region_step(layer, P_x) for layer in _chain(self)]
 
     def _agreement(self, P_x: Partition) -> Agreement[AgreedInput]:
@@ -162,19 +167,28 @@ class HaloRegion(HasHandle, nn.Sequential):
             names = ", ".join(type(each).__name__ for each in _chain(self))
             modes = ["training" if each.training else "evaluation" for each in _chain(self)]
             mode = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
+            layers = [each for each in _chain(self) if isinstance(each, Layer)]
+            for each in layers:
+                each.prepare()  # those of a copy are numbered then
+            numbers = ", ".join(str(each._number) for each in layers)
+            # with their numbers: of two equal regions, workers must call the same one
             label = (
-                f"HaloRegion({names}) over {P_x} in {mode}, with {needs.count(True)} of "
-                f"{len(needs)} parameters to train{', under torch.no_grad()' if is_off else ''}"
+                f"HaloRegion({names}; number {numbers}) over {P_x} in {mode}, with "
+                f"{needs.count(True)} of {len(needs)} parameters to train"
+                f"{', under torch.no_grad()' if is_off else ''}"
             )
             identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
             agreements[state] = parts_agreement(P_x.prepare(), P_x, label, identity)
         return agreements[state]
 
 
+_CHAINS = nn.Sequential, HaloRegion
+
+
 def _chain(module: nn.Module) -> Iterator[nn.Module]:
     """The layers of a region, including those of nested chains, in order."""
     for child in module.children():
-        if type(child) in (nn.Sequential, HaloRegion):
+        if type(child) in _CHAINS:
             yield from _chain(child)
         else:
             yield child
@@ -549,9 +563,47 @@ def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
             f"{name} in a HaloRegion computes on its P_x: leave out P_w and P_y, got {layer.P_w} "
             f"and {layer.P_y}"
         )
-    if any(getattr(layer, each) for each in _HOOKS):
+    check_code(layer)
+    return kind(layer)
+
+
+def check_code(module: nn.Module) -> None:
+    """Raise NotImplementedError if code of a user would have to run inside a region.
+
+    A region computes what its layers compute, and does not call them: hooks and methods of a user
+    would get more than the part of this worker.
+    """
+    name = type(module).__name__
+    if any(getattr(module, each) for each in _HOOKS):
         raise NotImplementedError(
             f"hooks of {name} would see more than its part in a HaloRegion, and are not called; "
             f"remove them, or hook the region"
         )
-    return kind(layer)
+    own = vars(module).get("forward")
+    if _is_ours(type(own)):
+        own = getattr(own, "own", None)  # of a converted model, with the one that was there before
+    found = "forward" if own is not None else None
+    for kind in type(module).__mro__ if isinstance(module, Layer) else ():
+        if _is_ours(kind) or found:
+            break
+        # What it inherits from all modules, apart from `forward`, computes nothing.
+        methods = (each for each, value in vars(kind).items() if isinstance(value, FunctionType))
+        found = next(
+            (
+                each
+                for each in methods
+                if hasattr(super(kind, module), each)
+                and (each in ("forward", "__call__") or not hasattr(nn.Module, each))
+                and each != "reset_parameters"
+            ),
+            None,
+        )
+    if found:
+        raise NotImplementedError(
+            f"{name} in a HaloRegion has its own {found}, which would get more than its part, and "
+            f"is not called; put it between two regions"
+        )
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "tessel"

@@ -112,15 +112,20 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False, detached: bool = False
     return y
 
 
+def alone(part: torch.Tensor, layout: Layout, x: Tensor) -> Tensor:
+    """A tensor that shares no memory with `x`, of a part that may be a view of its part."""
+    if part is x._part or part._is_view() or torch.is_inference_mode_enabled():
+        part = part.clone()
+    return made(part, layout)
+
+
 def either(part: torch.Tensor, layout: Layout, x: Tensor) -> Tensor:
     """A tensor that may be a view of `x` or a new one in torch, depending on strides of the whole.
 
     Strides of a part do not tell which if a worker has a single index of a dimension. So here it is
     a new one, and a change of either of the two outdates the other.
     """
-    if part is x._part or part._is_view() or torch.is_inference_mode_enabled():
-        part = part.clone()
-    y = made(part, layout)
+    y = alone(part, layout, x)
     mine, theirs = Aliases.of(y), Aliases.of(x)
     for known, is_other in [(a, True) for a in (theirs, *theirs.others)] + [
         (a, False) for a in x._originals

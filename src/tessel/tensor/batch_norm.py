@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import in_transform
-from tessel.core.context import is_compiling
+from tessel.core.context import in_transform, is_compiling
 from tessel.core.linop import LinearOperator, Tensors, record_map
 from tessel.core.memory_format import memory_format
 from tessel.core.move import Move

@@ -31,7 +31,6 @@ from tessel.tensor.tensor import move
 from tessel.transport import Group, kept_in_job, this_worker
 
 BlockTerm = Callable[..., Sequence[Tensor]]
-Arrival = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def visits(
     The columns of a step are sent before the previous step is computed.
     """
     moving = [k for k, each in enumerate(inputs) if each.layout is not None and xs[k] is not None]
-    coming: dict[int, Arrival] = {}
+    coming: dict[int, Callable[[], Tensor]] = {}
     for step in range(len(schedule.columns)):
         held = list(xs)
         for k in moving if step else ():

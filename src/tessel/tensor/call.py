@@ -488,6 +488,13 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     check_not_nested(name, args, kwargs)
     found = list(spread_among(args, kwargs))
     first = found[0]
+    if any(functorch.is_functorch_wrapped_tensor(each._part) for each in found):
+        # the inner transform is not there any more, and the outer one would not see the part
+        why = "forward mode around another transform of torch.func (jvp of grad) is not supported"
+        raise NotImplementedError(
+            f"torch's `{name}` of a spread tensor: {why}; put the jvp inside, as in "
+            f"grad(lambda x: jvp(f, (x,), (v,))[1])(x), or derive in backward mode"
+        )
     if (
         name in _ALIASES
         and len(found) == 1

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import in_transform
-from tessel.core.context import is_compiling
+from tessel.core.context import in_transform, is_compiling
 from tessel.tensor.table import widened
 
 try:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import in_transform
-from tessel.core.context import is_compiling
+from tessel.core.context import in_transform, is_compiling
 from tessel.core.linop import record, record_product
 from tessel.core.move import Move
 from tessel.core.shared import Replicate

@@ -25,7 +25,6 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.partition import Partition
-from tessel.tensor.table import gathered
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job, this_worker
 
@@ -35,6 +34,7 @@ Counts = tuple[tuple[int, ...], ...]
 def owners(index: Tensor, intervals: Sequence[Interval]) -> Tensor:
     """The number of the interval, among consecutive ones, that contains each index."""
     stops = constant(tuple(stop for _, stop in intervals), torch.int64, index.device)
+    # the first interval that ends behind an index: empty ones before it end at its start
     return torch.searchsorted(stops, index.contiguous(), right=True)
 
 
@@ -85,6 +85,7 @@ class RowExchange:
         owner = owners(index, rows.intervals)
         if distinct:
             length = max(1, rows.intervals[-1][1])
+            # sorted by reader, and for each by row, and so by owner, as rows are consecutive
             key = torch.unique(reader * length + index)
             reader, index = key // length, key % length
             owner = owners(index, rows.intervals)
@@ -139,6 +140,7 @@ class RowExchange:
         pieces = row.split(counts[place])
         given = [row[:0]] * n
         given[place] = pieces[place]
+        # requests go the ways of rows in the opposite direction, from readers to owners
         for shift, there, back in exchange._shifts():
             request = exchange._move(one_each, 0, shift).H
             given[back] = request.apply(pieces[there])
@@ -157,6 +159,7 @@ class RowExchange:
             layout: the layout of the tensor; its dimension `dim` is split along the axes.
             dim: the dimension of the rows.
         """
+        # its own rows, in all places: where others come they are replaced, elsewhere left out
         found = [part.index_select(dim, self.given[self.place])] * len(self.given)
         for shift, owner, reader in self._shifts():
             rows = part.index_select(dim, self.given[reader])
@@ -239,4 +242,4 @@ def told(partition: Partition, axes: tuple[int, ...], numbers: Tensor) -> Any:
     one_each = _one_each(partition, axes)
     (n,), (cut,) = one_each.shape, one_each.cuts
     rows = Layout.of_cuts(partition, (n, len(numbers)), (cut, Cut.whole(len(numbers))))
-    return move(rows, gathered(rows, (0,))).apply(numbers.reshape(1, -1))
+    return move(rows, rows.gathered((0,))).apply(numbers.reshape(1, -1))

@@ -25,7 +25,6 @@ from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, shared_whole, used
 from tessel.tensor.tensor import Tensor, made, move, open_part, opened  # noqa: F401
 from tessel.tensor.windowed import outline
-from tessel.transport import kept_in_job
 
 Arguments = tuple[Any, ...]
 Settings = dict[str, Any]
@@ -350,12 +349,6 @@ def moved(x: Tensor, target: Layout) -> torch.Tensor:
     """The part of a spread tensor after a move to another layout."""
     part = open_part(x)
     return part if x._layout == target else move(x._layout, target).apply(part)
-
-
-@kept_in_job
-def gathered(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    """The layout with some dimensions whole on all workers, as shared values."""
-    return layout.gathered(dims)
 
 
 def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:

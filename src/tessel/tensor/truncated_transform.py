@@ -27,8 +27,8 @@ MOST_MODES = 64
 DTYPES = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
 _BLOCK = 1024  # the points of a block, at most
 
-INVERSE = frozenset(("ifft", "irfft", "early", "ihfft"))
-OF_HALVES = frozenset(("irfft", "early", "hfft"))  # whose modes also represent conjugate ones
+INVERSE = frozenset(("ifft", "irfft", "doubled", "ihfft"))
+OF_HALVES = frozenset(("irfft", "doubled", "hfft"))  # whose modes also represent conjugate ones
 REAL = frozenset(("irfft", "hfft"))  # with real results
 
 
@@ -37,7 +37,7 @@ class Waves:
     """Waves of some frequencies over the points of one worker.
 
     Args:
-        kind: the name of torch's function; "half" and "early" as in `fourier.py`.
+        kind: the name of torch's function; "half" and "doubled" as in `fourier.py`.
         n: the number of points of the transform on all workers.
         norm: the norm of the transform.
         modes: the frequencies.

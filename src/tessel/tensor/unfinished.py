@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch._C import DisableTorchFunctionSubclass, _EnableTorchFunction
 
-from tessel.core.agreement import in_forward_mode
 from tessel.core.boxes import Interval
+from tessel.core.context import in_transform
 from tessel.core.layout import Layout, Shape
 from tessel.tensor.table import Rule, in_backward, in_checkpoint, made, outlining
 from tessel.tensor.tensor import Tensor, open_part
@@ -213,8 +213,7 @@ def may_wait() -> bool:
     Transforms of torch.func handle each function by itself, and when a checkpoint recomputes, it
     may read tensors in another order.
     """
-    active = torch._C._are_functorch_transforms_active() or in_forward_mode()
-    return not (active or outlining.get() or in_checkpoint() or in_backward())
+    return not (in_transform() or outlining.get() or in_checkpoint() or in_backward())
 
 
 def left_unfinished(like: torch.Tensor, layout: Layout, unfinished: Unfinished) -> Tensor:

@@ -81,12 +81,13 @@ class Windowed:
             return x
         if self.use is not None:
             return self.use.apply(x)  # without a copy, which a move would make
-        if not self.is_silent or self.adds_zeros:
+        if not self.is_silent or self.adds_zeros:  # a move gives zeros, a slice cannot
             return self.move.apply(x)
         own, wanted = self.source.box(), self.read.box()
         assert own is not None and wanted is not None
         if 0 in self.read.local_shape:
-            return anchored_zeros(self.read.local_shape, x)
+            shape = self.read.local_shape
+            return x if tuple(x.shape) == shape else anchored_zeros(shape, x)
         return cropped(x, boxes.within(wanted, own))
 
     @cached_property

@@ -30,8 +30,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tessel.core.agreement import Agreement, in_transform
-from tessel.core.context import is_compiling
+from tessel.core.agreement import Agreement
+from tessel.core.context import in_transform, is_compiling
 from tessel.core.halo import Halo
 from tessel.core.move import Move, Stage
 from tessel.core.shared import GradientBucket

@@ -1087,13 +1087,12 @@ static void note_process(void) { this_process = getpid(); }
 
 /* Objects that an exchange needs and keeps alive: PROGRAM owns the words of its program, MAKE returns a tensor for its
  * result. */
-enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, MAKE, ALARM, COUNTED, EARLIER, NUM_KEPT };
+enum { PROGRAM, GROUP_OBJECT, OWN, ACQUIRE, RELEASE, BROKEN, PINNED, MAKE, ALARM, COUNTED, OWNER, EARLIER, NUM_KEPT };
 struct again {
     const struct again *earlier; /* for tensors of other shapes and strides */
     PyObject *kept[NUM_KEPT];
-    const word *program, *alarm;
+    const word *program, *alarm, *owner; /* the process that is in the job; 0 when it has left it */
     word *counted, sent, received;
-    pid_t owner;
     struct shown lies;
     int64_t dims[2 * MOST_DIMS];
 };
@@ -1162,7 +1161,7 @@ static PyObject *py_again(PyObject *self, PyObject *x) {
         Py_RETURN_NONE;
     }
     while (again && !is_like(again, &from)) again = again->earlier;
-    if (!again || *again->alarm || again->owner != this_process) Py_RETURN_NONE;
+    if (!again || *again->alarm || *again->owner != this_process) Py_RETURN_NONE;
     PyObject *const *kept = again->kept;
     word length = 1;
     for (int d = 0; d < from.num_dims; d++) length *= from.shape[d];
@@ -1226,9 +1225,10 @@ static PyMethodDef again_method = {"again", py_again, METH_O, "again(x): repeat 
 static PyObject *py_repeat(PyObject *self, PyObject *args) {
     PyObject *kept[NUM_KEPT] = {0}, *x;
     word program, alarm, counted, sent, received, owner;
-    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOO:repeat", &x, &kept[MAKE], &program, &kept[PROGRAM], &alarm,
+    if (!PyArg_ParseTuple(args, "OOLO(LLLLL)(OOOOO)OOOOO:repeat", &x, &kept[MAKE], &program, &kept[PROGRAM], &alarm,
                           &counted, &sent, &received, &owner, &kept[GROUP_OBJECT], &kept[OWN], &kept[ACQUIRE],
-                          &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM], &kept[COUNTED], &kept[EARLIER]))
+                          &kept[RELEASE], &kept[BROKEN], &kept[PINNED], &kept[ALARM], &kept[COUNTED], &kept[OWNER],
+                          &kept[EARLIER]))
         return NULL;
     struct shown lies;
     if (!show || (PyObject *)Py_TYPE(x) != asked[TENSOR] || show(x, &lies) || lies.num_dims > MOST_DIMS) {
@@ -1238,7 +1238,7 @@ static PyObject *py_repeat(PyObject *self, PyObject *args) {
     struct again *again = PyMem_Calloc(1, sizeof *again);
     if (!again) return PyErr_NoMemory();
     *again = (struct again){.program = (const word *)program, .alarm = (const word *)alarm, .counted = (word *)counted,
-                            .sent = sent, .received = received, .owner = (pid_t)owner, .lies = lies};
+                            .sent = sent, .received = received, .owner = (const word *)owner, .lies = lies};
     memcpy(again->dims, lies.shape, (size_t)lies.num_dims * sizeof(int64_t));
     memcpy(again->dims + lies.num_dims, lies.steps, (size_t)lies.num_dims * sizeof(int64_t));
     for (int i = 0; i < NUM_KEPT; i++) again->kept[i] = Py_NewRef(kept[i]);

@@ -48,6 +48,7 @@ def repeat(
     pinned: Callable[[Tensor], bool] | None,
     alarm: Any,
     counted: Any,
+    process: Any,
     earlier: Callable[[Tensor], Any] | None,
     /,
 ) -> Callable[[Tensor], Any] | None:
@@ -62,11 +63,12 @@ def repeat(
         make: gives a new tensor for the output.
         program, owner: the address of the program, and what keeps its words.
         numbers: the addresses of the alarm and of the counts of messages and of bytes that were
-            sent and received, what the exchange adds to the latter two, and the process.
+            sent and received, what the exchange adds to the latter two, and the address of the
+            number of the process, which is 0 when it has left the job.
         job: the group, what its threads have for themselves, how the lock of the host is taken and
             given back, and what raises if the job is broken.
         pinned: says whether x is pinned, if others read it where it lies.
-        alarm, counted: what keeps the words at the two addresses.
+        alarm, counted, process: what keeps the words at the three addresses.
         earlier: the same for tensors that lie otherwise.
     """
 

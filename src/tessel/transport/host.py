@@ -107,6 +107,7 @@ class Host:
         self._room: Tensor | None = None
         self._lock = threading.RLock()  # methods that hold it call each other
         self._owner = os.getpid()
+        self._repeats = array("q", [self._owner])  # the process that repeats exchanges, or 0
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
         self._looks = self._spins or YIELDS
         slot_size = self._map.slot_size
@@ -168,6 +169,8 @@ class Host:
         if os.getpid() != self._owner:
             return  # the end of a fork is not the end of the worker
         self.hide()
+        if after == FOR_GOOD:  # the memory of the others goes with this object, not with its moves
+            self._repeats[0] = 0
         self._wakeup.leave(after)
         for wakeup in self._wakeups.values():
             wakeup.notify()
@@ -307,15 +310,16 @@ class Host:
                 like = torch.empty_like(y)
         if torch.empty_like(like, device="meta").stride() == y.stride():
             make = partial(torch.empty_like, like)  # takes half of the time
-        alarm_at, counted_at = (
-            int(np.frombuffer(words, np.int64).ctypes.data) for words in (watch.alarm, counted)
+        words = watch.alarm, counted, self._repeats
+        alarm_at, counted_at, process_at = (
+            int(np.frombuffer(each, np.int64).ctypes.data) for each in words
         )
         return engine.repeat(
             *(x, make, program.address, program),
-            (alarm_at, counted_at, program.bytes_sent, program.bytes_received, self._owner),
+            (alarm_at, counted_at, program.bytes_sent, program.bytes_received, process_at),
             (group, own, self._lock.acquire, self._lock.release, watch.raise_broken),
             is_pinned if program.readers else None,
-            *(watch.alarm, counted, earlier),
+            *(*words, earlier),
         )
 
     def start(

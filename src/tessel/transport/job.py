@@ -267,11 +267,11 @@ class _Job:
             return self.default
         # All workers of the job make a group together: if they made different ones, each would wait
         # for messages that nobody sends.
-        agreement = self.group(everyone)
+        job_group = self.group(everyone)
         call = f"for a partition of workers {listing(workers)}"
-        said = np.frombuffer(agreement.share_words([code_of(call)]), np.int64)
-        agreement.check_same_call(said[::NUM_WORDS], call)
-        handle = agreement.attempt_by_wire(
+        said = np.frombuffer(job_group.share_words([code_of(call)]), np.int64)
+        job_group.check_same_call(said[::NUM_WORDS], call)
+        handle = job_group.attempt_by_wire(
             lambda: dist.new_group(list(workers), timeout=time_limit())
         )
         return handle if this_worker() in workers else None
@@ -279,13 +279,13 @@ class _Job:
     def _introduce(self) -> None:
         """Get to know the process of every worker, and open the memory of those on this host."""
         everyone = tuple(range(num_workers()))
-        agreement = Group(everyone, self.default, self.membership)
+        job_group = Group(everyone, self.default, self.membership)
         watch = self.membership.watch
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
         choice = chosen_transport()
         task = this_worker(), num_workers()
         problem = mpi.why_not(os.environ, *task, choice == "mpi") if choice != "gloo" else ""
-        said = agreement.share_objects(
+        said = job_group.share_objects(
             (PeerProcess.this(), text(CHECK) or "0", choice, problem, secrets.randbits(62))
         )
         for number, (_, check, theirs, _, _) in enumerate(said):
@@ -302,7 +302,7 @@ class _Job:
         first = {name: number for number, name in enumerate(dict.fromkeys(names))}
         self.membership.hosts = tuple(first[name] for name in names) if len(first) > 1 else ()
         if all(each[2] != "gloo" for each in said):
-            self.membership.host = host = _connected(agreement, self.membership.processes)
+            self.membership.host = host = _connected(job_group, self.membership.processes)
             if host is not None:
                 host.watch = watch
                 if self.membership.hosts:
@@ -315,16 +315,16 @@ class _Job:
         self.why_gloo = problem
         if self.membership.hosts and {each[2] for each in said} in ({"auto"}, {"mpi"}):
             if not problem:
-                self._use_mpi(agreement, said[0][4], is_asked_for=choice == "mpi")
+                self._use_mpi(job_group, said[0][4], is_asked_for=choice == "mpi")
         elif {each[2] for each in said} != {"auto"}:
             self.why_gloo = f"as {TRANSPORT} says"
         if self.membership.hosts and self.membership.mpi is None:
-            self._link(agreement)
-        _cut_off(agreement)  # it refers to itself, and would keep the process group alive for long
+            self._link(job_group)
+        _cut_off(job_group)  # it refers to itself, and would keep the process group alive for long
         for each in _listeners:
             each()
 
-    def _link(self, agreement: Group) -> None:
+    def _link(self, job_group: Group) -> None:
         """Link the first workers of all hosts, for agreements, if all can be reached."""
         hosts, worker = self.membership.hosts, this_worker()
         firsts = [hosts.index(number) for number in sorted({*hosts})]
@@ -333,26 +333,26 @@ class _Job:
         links = None
         with contextlib.suppress(OSError):
             links = Links(worker) if worker in firsts else None
-        addresses = agreement.share_objects(None if links is None else links.address)
+        addresses = job_group.share_objects(None if links is None else links.address)
         are_there, is_linked = all(addresses[first] is not None for first in firsts), True
         if are_there and links is not None:
             try:
                 links.connect({w: tuple(addresses[w]) for w in firsts if w != worker})
             except OSError:
                 is_linked = False
-        if are_there and all(agreement.share_objects(is_linked)):
+        if are_there and all(job_group.share_objects(is_linked)):
             self.membership.linked, self.membership.links = frozenset(firsts), links
         elif links is not None:
             links.close()
 
-    def _use_mpi(self, agreement: Group, salt: int, is_asked_for: bool) -> None:
+    def _use_mpi(self, job_group: Group, salt: int, is_asked_for: bool) -> None:
         """Use MPI between hosts, if all workers can."""
-        states = agreement.share_objects(mpi.start())
+        states = job_group.share_objects(mpi.start())
         problem, membership = mpi.problem_of(states), self.membership
         if not problem:
             ranks = [state.rank for state in states]
             given = ranks, salt, membership.watch, membership.host, states[0].library
-            membership.mpi = carrier = agreement.attempt(lambda: mpi.Mpi(*given))
+            membership.mpi = carrier = job_group.attempt(lambda: mpi.Mpi(*given))
             if membership.host is not None:
                 membership.host.far = carrier
         elif is_asked_for:
@@ -366,7 +366,7 @@ class _Job:
         self.why_gloo = problem
 
 
-def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
+def _connected(job_group: Group, processes: list[PeerProcess]) -> Host | None:
     """Connect the workers of this host, if all of them can share memory; else return None."""
     worker = this_worker()
     here = [w for w, process in enumerate(processes) if process.host == processes[worker].host]
@@ -377,14 +377,14 @@ def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
         host = Host(here, worker)
     except OSError as error:
         failure = str(error)
-    addresses = agreement.share_objects(None if host is None else host.address)
+    addresses = job_group.share_objects(None if host is None else host.address)
     try:
         if host is not None and all(addresses[w] is not None for w in here):
             host.connect({w: addresses[w] for w in here}, {w: processes[w] for w in here})
     except OSError as error:
         failure = str(error)
     reads = host is not None and not failure and host.can_read({w: addresses[w] for w in here})
-    said = agreement.share_objects((failure, reads))
+    said = job_group.share_objects((failure, reads))
     failures = [each for each, _ in said]
     if host is not None:
         host.hide()

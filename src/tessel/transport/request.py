@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tessel.core import boxes
 from tessel.core.boxes import Region
+from tessel.transport.buffers import write
 from tessel.transport.constants import FAILED, OFFSET, PART, RENDEZVOUS, SLOTS
 from tessel.transport.reading import Reader, Runs, can_be_read
 from tessel.transport.segment import Segment
@@ -231,7 +232,7 @@ class ReceiveRequest:
             region, shape = self._pieces[self._next]
             part = place if len(self._pieces) == 1 else place[region]
             values = slot.tensor(place.dtype, shape)
-            part.add_(values) if self.adds else part.copy_(values)
+            write(part, values, self.adds)
             self._next += 1
             self.is_done = self._next == len(self._pieces)
             return
@@ -244,14 +245,14 @@ class ReceiveRequest:
             for region, shape in self._pieces:
                 part = place[region]
                 values = reader.stage(source, begin, part.nbytes).view(place.dtype).view(shape)
-                part.add_(values) if self.adds else part.copy_(values)
+                write(part, values, self.adds)
                 begin += part.nbytes
         self.is_done = True
 
     def read_all(self, values: Tensor) -> None:
         """Copy the whole message from the bytes of an unexpected one."""
         values = values.view(self._place.dtype).view(self._place.shape)
-        self._place.add_(values) if self.adds else self._place.copy_(values)
+        write(self._place, values, self.adds)
         self.is_done = True
 
 

@@ -1036,8 +1036,8 @@ def forward_mode() -> None:
     got = torch.func.jvp(lambda each: row(column(each).tanh()), (x,), (direction,))
     close("value", got[0], expected[0])
     close("derivative", got[1], expected[1])
-    slope = torch.func.grad(lambda each: row(column(each).tanh()).square().sum())(x)
-    close("gradient", slope, torch.func.grad(lambda each: alone(each).square().sum())(x))
+    gradient = torch.func.grad(lambda each: row(column(each).tanh()).square().sum())(x)
+    close("gradient", gradient, torch.func.grad(lambda each: alone(each).square().sum())(x))
     assert P.active
 
 

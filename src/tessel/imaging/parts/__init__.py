@@ -1,6 +1,7 @@
 """The image in parts: operators with halos, operators that gather it, and their building blocks.
 
-It may import `imaging.context` and `imaging.parameters`, and what `imaging` may.
+It may import `imaging.context`, `imaging.parameters` and `imaging.problems`, and what `imaging`
+may.
 """
 
 from tessel.imaging.parts.layouts import operator_grid as operator_grid

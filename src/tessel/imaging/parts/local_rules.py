@@ -23,6 +23,7 @@ from tessel.imaging.parts.operators import (
     Chain,
     Convolution,
     Decimation,
+    Gathered,
     Mask,
     PartOperator,
     RowOperator,
@@ -58,8 +59,10 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
         return Whole(physics)
     rule = rule_of(physics, layout.shape)
     first = layout.partition.ranks[0]
-    operator: RowOperator = (
-        Whole(physics, layout, first if owner is None else owner) if rule is None else rule(layout)
+    operator: PartOperator | Gathered = (
+        Gathered(physics, layout, first if owner is None else owner)
+        if rule is None
+        else rule(layout)
     )
     values = operator.values()
     held = (

@@ -24,9 +24,10 @@ from tessel.core import (
     replicate,
     shared_whole,
 )
-from tessel.imaging.parameters import as_dtype, attempted, current, idle, known, notice, noticed
+from tessel.imaging.parameters import as_dtype, current, idle
 from tessel.imaging.parts.filtering import FilterSpectrum, convolve
 from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
+from tessel.imaging.problems import attempted, known, notice, noticed
 
 DTYPES = (  # supported by images and measurements
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -66,7 +67,8 @@ class PartOperator(LinearOperator):
 
         It may draw noise for the whole measurement, as in one process.
         """
-        whole, dtypes = Whole(physics, self.domain, owner), [each.dtype for each in self.values()]
+        whole = Gathered(physics, self.domain, owner)
+        dtypes = [each.dtype for each in self.values()]
         y = whole.computed(
             partial(physics, **settings),
             whole.gather(x),
@@ -398,53 +400,30 @@ class Chain(PartOperator):
 
 
 class Whole:
-    """Any operator, applied to the whole image on one worker.
-
-    The image is gathered on the owner of the operator, which applies it; the measurement stays
-    there, and other workers hold an empty tensor. The adjoint scatters.
+    """Any operator, applied to whole images of any shape, which every worker has: nothing is sent.
 
     Args:
-        physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers, used
-            only on its owner.
-        layout: the layout of the image, in parts; None if this worker has whole images, of any
-            shape: then nothing is sent.
-        owner: the worker that applies the operator.
+        physics: an object with `A`, and `A_adjoint` if it is linear.
     """
 
     is_local = False
+    is_alone = True  # this worker computes by itself, and may get its input back
 
-    def __init__(self, physics: Any, layout: Layout | None = None, owner: int = 0) -> None:
-        self.physics, self.owner = physics, owner
-        self._move: Move | None = None
-        self.here, self.is_alone = True, layout is None  # whether this worker has whole images
-        if layout is not None:
-            check_parts(layout, type(self).__name__)
-            self.domain = layout
-            self._move = gathering(layout, owner)
-            self.here = self._move.codomain.partition.active
-        # The dtype of results by method and dtype of the input, as the owner told all workers.
-        self._dtypes: dict[tuple[str, torch.dtype], torch.dtype] = {}
-        # The derivative of a linear operator does not depend on the image, so none is gathered.
+    def __init__(self, physics: Any) -> None:
+        self.physics = physics
+        # The derivative of a linear operator does not depend on the image: where this must be
+        # gathered, it is not.
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
 
-    def gather(self, x: Tensor) -> Tensor:
-        """The whole image on the owner, an empty tensor elsewhere."""
-        return x if self._move is None else self._move.apply(x)
-
-    def scatter(self, image: Tensor) -> Tensor:
-        """This worker's part of the owner's image; the adjoint of `gather`."""
-        return image if self._move is None else self._move.H.apply(image)
-
     def A(self, x: Tensor, **settings: Any) -> Tensor:
-        """The measurement on the owner, an empty tensor elsewhere."""
-        y = self.computed(lambda image: self.physics.A(image, **settings), self.gather(x))
-        return self._as_on_owner("A", x, y)
+        """The measurement."""
+        y: Tensor = self.physics.A(x, **settings)
+        return y
 
     def A_adjoint(self, y: Tensor) -> Tensor:
-        """This worker's part of the image Aᵀ y."""
-        shape = None if self.is_alone else self.domain.shape
-        image = self.computed(lambda y: self.physics.A_adjoint(y), y, whole=shape)
-        return self.scatter(self._as_on_owner("A_adjoint", y, image))
+        """The image Aᵀ y."""
+        image: Tensor = self.physics.A_adjoint(y)
+        return image
 
     def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
         """The product of `v` with the derivative at `x`."""
@@ -459,9 +438,81 @@ class Whole:
     def image(
         self, function: Callable[..., Tensor], x: Tensor, *more: Tensor, users: Any = ()
     ) -> Tensor:
+        """The image that a function makes of the whole one and `more`.
+
+        Args:
+            function: the function of the tensors, which calls the operator.
+            x: this worker's part of the image.
+            more: further tensors.
+            users: further objects whose parameters the function uses.
+        """
+        return function(x, *more)
+
+    def measured(self, physics: Any, x: Tensor, owner: int, **settings: Any) -> Tensor:
+        """The result of `physics(x)`."""
+        y: Tensor = physics(x, **settings)
+        return y
+
+    def part_of(self, y: Tensor, name: str) -> Tensor:
+        """The measurement."""
+        return y
+
+    def values(self) -> list[Tensor]:
+        """No tensors: those of the operator are the user's."""
+        return []
+
+    def users(self) -> tuple[Any, ...]:
+        return (self.physics,)
+
+    def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
+        return ""  # the user's operator checks its input itself
+
+
+class Gathered(Whole):
+    """Any operator on an image in parts, which is gathered on the operator's owner.
+
+    The owner applies it; the measurement stays there, and other workers hold an empty tensor. The
+    adjoint scatters.
+
+    Args:
+        physics: as for `Whole`; equal on all workers, used only on its owner.
+        layout: the layout of the image.
+        owner: the worker that applies the operator.
+    """
+
+    is_alone = False
+
+    def __init__(self, physics: Any, layout: Layout, owner: int) -> None:
+        super().__init__(physics)
+        check_parts(layout, "Whole")
+        self.domain, self.owner = layout, owner
+        self._move = gathering(layout, owner)
+        self.here = self._move.codomain.partition.active  # whether this worker is the owner
+        # The dtype of results by method and dtype of the input, as the owner told all workers.
+        self._dtypes: dict[tuple[str, torch.dtype], torch.dtype] = {}
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The whole image on the owner, an empty tensor elsewhere."""
+        return self._move.apply(x)
+
+    def scatter(self, image: Tensor) -> Tensor:
+        """This worker's part of the owner's image; the adjoint of `gather`."""
+        return self._move.H.apply(image)
+
+    def A(self, x: Tensor, **settings: Any) -> Tensor:
+        """The measurement on the owner, an empty tensor elsewhere."""
+        y = self.computed(lambda image: self.physics.A(image, **settings), self.gather(x))
+        return self._as_on_owner("A", x, y)
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        """This worker's part of the image Aᵀ y."""
+        image = self.computed(lambda y: self.physics.A_adjoint(y), y, whole=self.domain.shape)
+        return self.scatter(self._as_on_owner("A_adjoint", y, image))
+
+    def image(
+        self, function: Callable[..., Tensor], x: Tensor, *more: Tensor, users: Any = ()
+    ) -> Tensor:
         """This worker's part of the image that a function makes of the whole one and `more`."""
-        if self.is_alone:
-            return function(x, *more)
         given, shape, dtype = (self.gather(x), *more), self.domain.shape, x.dtype
         return self.scatter(self.computed(function, *given, whole=shape, dtype=dtype, users=users))
 
@@ -485,9 +536,6 @@ class Whole:
             users: further objects whose parameters the function uses.
         """
         users = (self.physics, users)
-        # All workers with whole images compute alike: the caller checks for all.
-        if self.is_alone:
-            return function(*given)
         if self.here:
             result = attempted(partial(function, *given))
             if result is not None and (
@@ -507,8 +555,6 @@ class Whole:
 
     def _as_on_owner(self, method: str, given: Tensor, result: Tensor) -> Tensor:
         """A result in the dtype that it has on the owner: complex for a real image, for example."""
-        if self.is_alone:
-            return result
         told = self._dtypes.get((method, given.dtype))
         if told is None:
             call = f"the dtype that {method} of {self.identity} gives for {given.dtype}"
@@ -533,16 +579,6 @@ class Whole:
     def part_of(self, y: Tensor, name: str) -> Tensor:
         """The measurement on the owner, an empty tensor elsewhere."""
         return y if self.here else y.new_empty(0)
-
-    def values(self) -> list[Tensor]:
-        """No tensors: those of the operator are the user's."""
-        return []
-
-    def users(self) -> tuple[Any, ...]:
-        return (self.physics,)
-
-    def problem(self, dtype: torch.dtype | None, y: Tensor | None, name: str, what: str) -> str:
-        return ""  # the user's operator checks its input itself, on its owner
 
     @property
     def identity(self) -> str:

@@ -12,14 +12,9 @@ from typing import Any
 
 from torch.autograd.forward_ad import dual_level
 
-from tessel.core.agreement import (
-    NumbersByWorker,
-    ShapesAndMeta,
-    TensorMeta,
-    agree,
-    in_forward_mode,
-)
+from tessel.core.agreement import NumbersByWorker, ShapesAndMeta, TensorMeta, agree
 from tessel.core.checksum import is_within
+from tessel.core.context import in_forward_mode
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition

@@ -14,7 +14,7 @@ from tessel.core.numbers import to_keep
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.shards import Sharding, call, drop_shardings, note, sharding_of, share
-from tessel.nn.layer import Layer
+from tessel.nn.layer import Layer, copied
 from tessel.nn.parallel.agreed import agree_on_spread
 
 
@@ -33,6 +33,7 @@ class ShardedLayer(HasHandle, torch.nn.Module):
     _derived = HasHandle._derived | {"_traces", "_given_kind", "_plain", "_words"}
     gives_kinds = True
     can_be_traced = Layer.can_be_traced
+    __deepcopy__ = copied
 
     @property
     def layouts(self) -> Mapping[str, Layout]:

@@ -99,6 +99,7 @@ def average(x: Tensor, layout: Layout, shape: Shape, num_dims: int) -> tuple[Ten
     elif way.in_few_runs:
         (y,) = _joined(x, way.spans, _fitting_average)
     else:
+        # torch's own kernels, too, sum half precision in single precision
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         for dim, spans in enumerate(way.spans, x.ndim - num_dims):
             if not spans.fits:
@@ -228,6 +229,8 @@ def best_way(source: Layout, shape: Shape, num_dims: int, widths: tuple[int, int
 
 def traffic(source: Layout, target: Layout) -> int:
     """The number of values that change workers, for layouts with the same axes on one grid."""
+    # The overlap of two boxes is a product over dimensions, so the sum over all pairs of workers is
+    # a product of sums: intervals are compared, never boxes.
     cuts = list(zip(source.cuts, target.cuts, strict=True))
     everything = (
         sum(_common(a, b) for a, b in product(have.intervals, want.intervals))
@@ -322,6 +325,7 @@ class Spans:
     @cached_property
     def weights(self) -> tuple[float, ...]:
         """The weights that turn a sum over `indices` into this worker's term of a mean."""
+        # the last index of a window is repeated: its weight is divided among the repetitions
         return tuple(
             1 / count / (1 if start + t < stop - 1 else self.longest - (stop - 1 - start))
             for (start, stop), count in zip(self.windows, self.counts, strict=True)

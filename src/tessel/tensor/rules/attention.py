@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tessel.core.agreement import in_transform
-from tessel.core.context import is_compiling, setting
+from tessel.core.context import in_forward_mode, in_transform, is_compiling, setting
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import record_map
 from tessel.core.shared import anchored_zeros
@@ -44,7 +44,7 @@ from tessel.tensor.tensor import Tensor, move
 # the ways of attention, while they are recorded
 _notes: ContextVar[list[str] | None] = ContextVar("noted ways of attention", default=None)
 
-_MATH = torch.nn.attention.SDPBackend.MATH.value
+_MATH = SDPBackend.MATH.value
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -184,7 +184,9 @@ class _AttentionCall:
             choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=self.scale)
             if choice == _MATH:  # torch would compute all scores at once
                 return self._blockwise(parts)
-        return self.func(q, k, v, mask, is_causal=is_causal, scale=self.scale)
+        # the only kernel that torch can derive in forward mode
+        with sdpa_kernel(SDPBackend.MATH) if in_forward_mode() else nullcontext():
+            return self.func(q, k, v, mask, is_causal=is_causal, scale=self.scale)
 
     def _merged(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """All queries with this worker's keys; weights and results are summed over workers."""
@@ -274,7 +276,10 @@ def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tens
 
 @rule("_nested_tensor_from_mask_left_aligned")
 def is_left_aligned(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
-    """False, so that `torch.nn.TransformerEncoder` keeps padding in spread tensors."""
+    """False, the answer to `torch.nn.TransformerEncoder`: padding of spread tensors is not skipped.
+
+    Encoders in converted models have zeros there where torch would (`nn/encoders.py`).
+    """
     return False
 
 

@@ -86,10 +86,10 @@ def applied(
     shape = plan.result.local_shape
     if all(part.numel() for part in parts) and 0 not in shape:
         return compute(*parts)
-    if all(each.numel() for each in operands):
+    if all(each.numel() for each in operands):  # the whole has values, and this worker has none
         real = [each for each in parts if each.is_floating_point() or each.is_complex()]
         return anchored_zeros(shape, *(real or parts)).to(kind)
-    return compute(*parts)
+    return compute(*parts)  # of an empty whole torch says what comes out, or what is wrong
 
 
 def part_of(value: torch.Tensor, layout: Layout) -> torch.Tensor:

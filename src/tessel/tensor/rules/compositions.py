@@ -79,6 +79,8 @@ def matrix_power(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     if power < 0:
         x, power = torch.linalg.inv(x), -power
     outlines(func, (x, power), {})  # torch's own error
+    if power == 1:
+        return x.clone()
     # x⁰ as a sum with x, so that it has the layout of x
     found = x - x + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if not power else None
     while power:
@@ -162,6 +164,8 @@ def sum_to_size(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     shape = tuple(outlines(func, args, kwargs).shape)
     first = x.dim() - len(shape)
     dims = [d for d, n in enumerate(x.shape) if d < first or (n != 1 and shape[d - first] == 1)]
+    if not shape:  # which torch sums, also where there is one value
+        return x.sum()
     return x.sum(dims, True).reshape(shape) if dims else x.reshape(shape)
 
 

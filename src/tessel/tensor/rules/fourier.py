@@ -272,7 +272,7 @@ def _ordered(kind: str, layout: Layout, steps: list[TransformStep]) -> list[Tran
     if real.dim not in split or len(split) == len(steps) or kind in ("hfft", "ihfft"):
         return [*order, real] if is_back else [real, *order]
     place = sum((step.dim in split) == is_back for step in order)
-    real = replace(real, kind={"rfft": "half", "irfft": "early"}.get(kind, real.kind))
+    real = replace(real, kind={"rfft": "half", "irfft": "doubled"}.get(kind, real.kind))
     return [*order[:place], real, *order[place:]]
 
 

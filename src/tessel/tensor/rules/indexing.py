@@ -19,6 +19,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import is_traced
 from tessel.tensor.adoption import adopted, slices_of
 from tessel.tensor.aliases import (
     apart,
@@ -55,12 +56,12 @@ from tessel.tensor.table import (
     as_spread,
     check_fits,
     computed,
-    gathered,
     held_layouts,
     made,
     moved,
     opened,
     outlines,
+    outlining,
     parts,
     rule,
     shared_whole,
@@ -80,7 +81,8 @@ def _is_number(item: Any) -> bool:
 def _without_arrays(key: Any) -> Any:
     """A key with arrays and lists of lists converted to tensors, as torch does.
 
-    Torch treats a short list of anything but integers like a tuple.
+    Torch treats a short list of anything but integers like a tuple, and a tensor of one integer
+    without dimensions like that integer, with a view as the result.
     """
     is_short = isinstance(key, list) and len(key) < 32
     if isinstance(key, tuple) or (is_short and any(isinstance(each, _IN_KEYS) for each in key)):
@@ -97,10 +99,19 @@ def _without_array(item: Any) -> Any:
         return bool(item)
     if isinstance(item, list | tuple) and any(isinstance(each, _SEQUENCES) for each in item):
         return torch.tensor(item)
+    if isinstance(item, torch.Tensor) and not item.dim() and item.dtype in _WHOLE_NUMBERS:
+        if outlining.get():  # which number it is plays no part where there are no values
+            return 0
+        return item if is_traced() else int(item)
     if not isinstance(item, np.ndarray):
         return item
     found = torch.as_tensor(item)
+    if not found.dim():
+        return _without_array(found)
     return found.long() if found.dtype in (torch.int8, torch.int16) else found
+
+
+_WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _items(name: str, key: Any, layout: Layout) -> list[Any]:
@@ -418,7 +429,7 @@ def _beside(layout: Layout, dims: tuple[int, ...], index: Layout) -> Layout:
     """The layout for a lookup by a split index: whole along its axes, with separate copies."""
     taken = {axis for cut in index.cuts for axis in cut.axes}
     whole = [dim for dim, cut in enumerate(layout.cuts) if dim in dims or taken & {*cut.axes}]
-    there = gathered(layout, tuple(whole))
+    there = layout.gathered(tuple(whole))
     return replace(there, shared=tuple(axis for axis in there.shared if axis not in taken))
 
 
@@ -824,7 +835,9 @@ def _are_rows(layout: Layout, dim: int, index: torch.Tensor) -> bool:
 def take(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values at indices of the flattened tensor."""
     outlines(func, args, kwargs)  # torch's own error
-    return args[0].reshape(-1)[argument(args, kwargs, 1, "index")]
+    index = argument(args, kwargs, 1, "index")
+    # never a number, of which there would be a view
+    return args[0].reshape(-1)[index.reshape(-1)].reshape(index.shape)
 
 
 @rule("gather")

@@ -102,12 +102,12 @@ def of_read(
     box, read = plan.target.box(), plan.read.box()
     assert box is not None and read is not None
     lines = Line.of_box(fields, read[2:], box[2:])
-    dtype = x.dtype
+    dtype, own = x.dtype, x
     # by tables where torch's function would have other positions, then by torch's function
     if any(line.length is None for line in lines):
         x = _by_tables(x.float() if dtype in _REDUCED else x, lines)
     if all(line.stays for line in lines):
-        return x.to(dtype)
+        return x.clone() if x is own else x.to(dtype)  # a tensor of its own, as torch's is
     corners = None if settings.mode in _NEAREST else settings.align_corners
     if any(line.scale is not None for line in lines):
         scales = tuple(1.0 if line.scale is None else line.scale for line in lines)

@@ -39,7 +39,6 @@ from tessel.tensor.table import (
     arguments_of,
     as_spread,
     check_fits,
-    gathered,
     held_layouts,
     made,
     moved,
@@ -416,7 +415,7 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             goal = as_spread(target, layout.partition)
             lies = layout if is_probable else without(layout, (dim,), False)[1]
             return made(*measure(moved(x, layout), layout, moved(goal, lies), weight, dtype))
-        layout = gathered(layout, (dim,))
+        layout = layout.gathered((dim,))
     _, samples = without(layout, (dim,), False)
     part, chosen = moved(x, layout), part_of(target, layout if is_probable else samples)
     if weight is not None and weight.requires_grad:

@@ -26,7 +26,6 @@ from tessel.tensor.table import (
     Settings,
     as_spread,
     computed,
-    gathered,
     made,
     moved,
     outlines,
@@ -135,7 +134,7 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
     else:
         own = Cut(cut.axes, tuple((k, k + 1) for k in range(len(cut.intervals))))
         source = Layout.of_cuts(partition, (len(cut.intervals),), (own,))
-        told = move(source, gathered(source, (0,))).apply(part.sum().reshape(1))
+        told = move(source, source.gathered((0,))).apply(part.sum().reshape(1))
         counts = told.tolist()
     runs = boxes.consecutive(counts)
     shape, cuts = list(there.shape), list(there.cuts)

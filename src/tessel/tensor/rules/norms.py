@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core import boxes
-from tessel.core.agreement import in_transform
 from tessel.core.boxes import Interval
+from tessel.core.context import in_transform
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import LinearOperator, record_map
 from tessel.core.move import Move

@@ -28,7 +28,6 @@ from tessel.tensor.table import (
     Settings,
     as_autocast,
     check_dtypes,
-    gathered,
     held_layouts,
     made,
     moved,
@@ -148,7 +147,29 @@ def multiply(
         compute: returns the part of the result, given parts of the operands.
     """
     plan = contraction_of(name, equation, operands)
-    return summed(compute(*map(operand, operands, plan.inputs)), plan)
+    held = [operand(*each) for each in zip(operands, plan.inputs, strict=True)]
+    if any(0 in each.shape for each in held):
+        _try_dtypes(compute, operands, held)
+    return summed(compute(*held), plan)
+
+
+def _try_dtypes(
+    compute: Any, operands: Sequence[torch.Tensor], held: Sequence[torch.Tensor]
+) -> None:
+    """Raise what torch raises of dtypes where there are values, as only other workers may have.
+
+    Args:
+        compute: of parts.
+        operands: the whole ones.
+        held: their parts, of which some are empty.
+    """
+    shapes = [_shape(each) for each in operands]
+    if any(0 in shape for shape in shapes):
+        return
+    # the least that is a product for torch: of single values it multiplies elements
+    least = [[min(n, 2) for n in shape] for shape in shapes]
+    with torch.no_grad():
+        compute(*(part.new_ones(shape) for part, shape in zip(held, least, strict=True)))
 
 
 def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tensor]) -> Contraction:
@@ -393,6 +414,7 @@ def linear_terms(
     if plan.terms.is_outside:
         return anchored_zeros((0,), part, own, added)
     if 0 in part.shape or 0 in own.shape:  # torch's derivatives may be constants
+        _try_dtypes(F.linear, (x, weight), (part, own))
         y = as_autocast(anchored_zeros(plan.terms.local_shape, part, own))
         return y if added is None else as_autocast(y + added)
     if own.dim() == 2 and takes_steps(part, own):
@@ -439,9 +461,11 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return summed(part, plan) + (bias if is_alike else bias.to(part.dtype))
     part = open_part(x)
     if layout.is_split(last):
-        layout = gathered(layout, (last,))
+        layout = layout.gathered((last,))
         part = moved(x, layout)
     weight, bias = used(parts(weight), layout), used(parts(bias), layout)
+    if 0 in part.shape:
+        _try_dtypes(F.linear, (x, weight), (part, weight))
     y = F.linear(part, weight, bias)
     if weight.dim() == 1:  # one output for each row, without a dimension of its own
         return made(y, without(layout, (last,), False)[1])

@@ -48,10 +48,17 @@ def _even(layout: Layout, device: Any, generator: torch.Generator | None = None)
     )
 
 
-def _without_generator(kwargs: Settings) -> tuple[torch.Generator | None, Settings]:
-    """The generator, or None for torch's own, and the other arguments."""
-    rest = {key: value for key, value in kwargs.items() if key != "generator"}
-    return kwargs.get("generator"), rest
+def _without_generator(
+    args: Arguments, kwargs: Settings
+) -> tuple[torch.Generator | None, Arguments, Settings]:
+    """The generator, or None for torch's own, and the other arguments.
+
+    Some functions take it as a positional argument, too.
+    """
+    placed = [each for each in args if isinstance(each, torch.Generator)]
+    others = tuple(each for each in args if not isinstance(each, torch.Generator))
+    settings = {key: value for key, value in kwargs.items() if key != "generator"}
+    return (placed[0] if placed else kwargs.get("generator")), others, settings
 
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -171,7 +178,7 @@ def fill(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     target, layout = args[0], args[0]._layout
     check_change(name, target, [layout])
     like = target._part
-    generator, kwargs = _without_generator(kwargs)
+    generator, args, kwargs = _without_generator(args, kwargs)
     func(torch.empty(0, dtype=like.dtype), *args[1:], **kwargs)  # torch's own errors
     names, draw = _FILLS[name]
     settings = names | dict(zip(names, args[1:], strict=False)) | kwargs
@@ -274,6 +281,7 @@ _SATURATION = 1.7580993408473766  # that of SELU, with the opposite sign
 @rule("rrelu", "rrelu_")
 def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Multiply negative values by a slope, in training a random one for each."""
+    generator, args, kwargs = _without_generator(args, kwargs)
     target = args[0]
     x, layout = opened(target)
     lower = argument(args, kwargs, 1, "lower", 1 / 8)
@@ -284,9 +292,7 @@ def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     func(torch.empty(0, dtype=x.dtype), lower, upper)  # torch's own errors
     slope = x.new_tensor((lower + upper) / 2)
     if argument(args, kwargs, 3, "training", False):
-        slope = (lower + (upper - lower) * _even(layout, x.device, kwargs.get("generator"))).to(
-            x.dtype
-        )
+        slope = (lower + (upper - lower) * _even(layout, x.device, generator)).to(x.dtype)
     factors = torch.where(x.detach() <= 0, slope, 1)
     if in_place:
         target._part.mul_(factors)
@@ -351,9 +357,9 @@ def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not may_gather() and not all(each._layout.is_whole for each in spread):
         raise unsupported(name, "it draws for whole tensors only", layout)
     say(name, spread)
-    generator, settings = _without_generator(kwargs)
+    generator, args, kwargs = _without_generator(args, kwargs)
     seed = common_number(layout.partition, generator, device)
-    whole, settings = gathered(args), gathered(settings)
+    whole, settings = gathered(args), gathered(kwargs)
     with seeded(seed, device):
         result = func(*whole, **settings)
     return _like_operand(result, layout)

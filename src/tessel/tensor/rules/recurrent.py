@@ -87,6 +87,12 @@ def _computed(
     part, *states = (part_of(*each) for each in zip(operands, batch.inputs, strict=True))
     weights = [used(parts(each), batch.samples) for each in params]
     if batch.samples.local_shape == (0,):
+        if 0 not in operands[0].shape:  # of one step of one sample, what torch raises of dtypes
+            first, *others = ([*each.shape[:-2], 1, each.shape[-1]] for each in (part, *states))
+            first[0] = 1
+            with torch.no_grad():
+                ones = [each.new_ones(shape) for each, shape in zip(states, others, strict=True)]
+                func(part.new_ones(first), _hidden(name, ones), weights)
         found = [anchored_zeros(each.local_shape, part, *states, *weights) for each in lies]
     else:
         found = _as_list(func(part, _hidden(name, states), weights))

@@ -23,7 +23,6 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     computed,
-    gathered,
     made,
     moved,
     opened,
@@ -150,7 +149,7 @@ def _stages(
     own = first(filled(x, dims))
     if tuple(own.shape) != results.local_shape:  # no values, no result
         own = own[_cut(results)]
-    everyones = move(results, gathered(results, dims)).apply(own)
+    everyones = move(results, results.gathered(dims)).apply(own)
     _, shared = without(layout, dims, keepdim)
     return made(second(everyones), shared)
 
@@ -170,7 +169,7 @@ def filled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 def _of_nothing(x: Tensor, dims: tuple[int, ...], keepdim: bool, compute: Any) -> Tensor:
     """A reduction of an empty tensor, which can be gathered for free."""
-    there = gathered(x._layout, dims)
+    there = x._layout.gathered(dims)
     return made(compute(moved(x, there)), without(there, dims, keepdim)[1])
 
 
@@ -282,7 +281,7 @@ def _with_places(func: Any, x: Tensor, dim: int, keepdim: bool) -> Any:
     results = _results(layout, (dim,))
     values, places = func(filled(part, (dim,)), dim, True)
     values, places = values[_cut(results)], places[_cut(results)] + box[dim][0]
-    everyones = gathered(results, (dim,))
+    everyones = results.gathered((dim,))
     values = move(results, everyones).apply(values)
     places = move(results, everyones).apply(places)
     values, chosen = func(values, dim, True)
@@ -508,7 +507,7 @@ def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     given = argument(args, kwargs, place, "dim", usual)
     if given is None:
         layout = x._layout
-        whole = gathered(layout, tuple(range(len(layout.shape))))
+        whole = layout.gathered(tuple(range(len(layout.shape))))
         return made(
             func(moved(x, whole)), without(whole, tuple(range(len(layout.shape))), False)[1]
         )
@@ -534,7 +533,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     func(x._part.new_empty([1] * x.dim()), q, dim, keepdim, **settings)  # torch's own errors
     if dim is None or not x.dim():
         found = func(x.flatten(), q, 0, **settings)
-        return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
+        return found.reshape([*found.shape, *[1] * x.dim()]) if keepdim else found
     (dim,) = dims_of(dim, x._layout) or (0,)
     there = x._layout.hosted((dim,))
     _, target = without(there, (dim,), keepdim)

@@ -49,6 +49,7 @@ def _index_layout(rows: Cut, length: int, index: Layout) -> Layout:
     n = len(rows.intervals)
     if index.shape == (length,):
         return Layout.of_cuts(index.partition, index.shape, (rows,))
+    # along the first dimension if it has an index for every worker, else along the longest
     first = index.shape[0] >= n
     dim = 0 if first else max(range(len(index.shape)), key=lambda d: index.shape[d])
     cuts = [Cut.whole(m) for m in index.shape]
@@ -108,6 +109,7 @@ def _exchange_of(
         places = torch.arange(lies.shape[split], device=whole.device)
         along = [-1 if d == split else 1 for d in range(len(lies.shape))]
         readers = owners(places, lies.cuts[split].intervals).view(along).expand(lies.shape)
+        # Negative ones count from the end. If there are no rows, there are no indices, either.
         whole, mine = whole.reshape(-1) % max(1, length), mine % max(1, length)
         exchange, found = RowExchange.known(
             partition, rows, readers.reshape(-1), whole, distinct=distinct
@@ -223,6 +225,7 @@ def written_rows(
         given = as_spread(values, partition)
     if outlining.get():
         return x + anchored_zeros((), x, *([] if given is None else [open_part(given)]))
+    # with one number for all rows there are no rows to send: everybody gets the index instead
     if given is None and not spread._layout.is_whole:
         spread = as_spread(spread.full(), partition)
     if spread._layout.is_whole and (given is None or given._layout.is_whole):
@@ -253,7 +256,7 @@ def written_rows(
     part = moved(given, layout.recut(dim, lies, length))
     along = Layout.of_cuts(partition, (length,), (lies,))
     exchange, order = _exchange_of(layout, dim, spread, along, distinct=adds, negative=negative)
-    if adds:
+    if adds:  # values for one row travel as their sum
         count = sum(exchange.counts[exchange.place])
         sums = part.new_zeros([count if d == dim else n for d, n in enumerate(part.shape)])
         sent = sums.index_add(dim, order, part)

@@ -14,7 +14,7 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.aliases import become, either, note_view
+from tessel.tensor.aliases import alone, become, either, note_view
 from tessel.tensor.rules.hosting import along
 from tessel.tensor.rules.pointwise import broadcast, common_layout, tells_strides
 from tessel.tensor.rules.reductions import argument, dims_of
@@ -383,7 +383,7 @@ def pixel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     k = len(batch)
     x = x.reshape(*batch, channels, factor, factor, *x.shape[-2:])
     x = x.permute(*range(k), k, k + 3, k + 1, k + 4, k + 2)
-    return x.reshape(*batch, channels, height, width)
+    return alone(*opened(x.reshape(*batch, channels, height, width)), args[0])
 
 
 @rule("pixel_unshuffle")
@@ -395,7 +395,7 @@ def pixel_unshuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
     k = len(batch)
     x = x.reshape(*batch, x.shape[-3], height, factor, width, factor)
     x = x.permute(*range(k), k, k + 2, k + 4, k + 1, k + 3)
-    return x.reshape(*batch, channels, height, width)
+    return alone(*opened(x.reshape(*batch, channels, height, width)), args[0])
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
@@ -403,7 +403,8 @@ def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
     """Interleave groups of channels."""
     x, groups = args[0], argument(args, kwargs, 1, "groups")
     outlines(func, args, kwargs)  # torch's own error
-    return x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
+    y = x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
+    return alone(*opened(y), x)
 
 
 @rule("view_as_real")

@@ -20,7 +20,7 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, total
 from tessel.tensor.rules.reductions import without
-from tessel.tensor.table import gathered, shared_whole
+from tessel.tensor.table import shared_whole
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
@@ -139,7 +139,7 @@ def _merged(facts: list[Tensor], layout: Layout, dim: int) -> Merged:
     This is the single exchange; its adjoint is a slice.
     """
     rows, filled = _rows(layout, dim, len(facts))
-    everyones = move(rows, gathered(rows, (0,))).apply(torch.stack(facts).unsqueeze(0))
+    everyones = move(rows, rows.gathered((0,))).apply(torch.stack(facts).unsqueeze(0))
     return Merged.of(everyones if filled is None else everyones[filled])
 
 

@@ -30,7 +30,7 @@ class TransformStep:
     """A transform along one dimension.
 
     Args:
-        kind: the name of torch's function; "half" and "early" for the functions below.
+        kind: the name of torch's function; "half" and "doubled" for the functions below.
         dim: the dimension.
         n: its length for the transform; None for its own.
         norm: the norm of the transform.
@@ -144,7 +144,7 @@ def _half(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.T
     return found.narrow(dim, 0, found.shape[dim] // 2 + 1)
 
 
-def _early(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+def _doubled(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
     """A transform whose real part is that of `irfft`, also after transforms of other dimensions.
 
     The sum of a mode and its conjugate, as in `irfft`, is twice the real part of the mode.
@@ -158,7 +158,7 @@ def _early(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.
     return torch.fft.ifft(x * factors.reshape(shape), n, dim, norm)
 
 
-_PARTLY = {"half": _half, "early": _early}
+_PARTLY = {"half": _half, "doubled": _doubled}
 
 
 def of_part(function: Any, part: torch.Tensor, **settings: Any) -> torch.Tensor:

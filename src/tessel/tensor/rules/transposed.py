@@ -100,7 +100,14 @@ def convolved(shape: Shape, settings: TransposedSettings) -> Shape:
             f"{list(shape)} to have {settings.weight[0]} channels, but got {shape[channel]} "
             f"channels instead"
         )
-    return tuple(_as_torch(outline(shape), outline(settings.weight), None, settings).shape)
+    result = tuple(_as_torch(outline(shape), outline(settings.weight), None, settings).shape)
+    if 0 in result[channel + 1 :] and 0 not in shape:  # torch says so of values alone
+        sizes = (" x ".join(map(str, each[channel + 1 :])) for each in (shape, result))
+        raise RuntimeError(
+            "Given input size per channel: ({}). Calculated output size per channel: ({}). Output "
+            "size is too small".format(*sizes)
+        )
+    return result
 
 
 @kept_in_job
