@@ -284,6 +284,13 @@ def check_nothing_is_drawn() -> None:
     assert torch.equal(F.dropout(x, 0.5, False).full(), x.full())
     assert torch.equal(F.dropout(x, 0.0).full(), x.full())
     assert torch.equal(F.rrelu(x).full(), F.rrelu(x.full()))
+    channels = (6, 5, 1, 1)
+    for drop, shape in ((F.dropout1d, (6, 5)), (F.dropout3d, channels), (F.dropout2d, channels)):
+        one, alone = x.reshape(shape), x.full().reshape(shape)
+        assert (drop(one, 0.5, False) is one) == (drop(alone, 0.5, False) is alone), drop
+        drop(one, 0.5, False).mul_(2)  # a view, or the operand
+        assert torch.equal(one.full(), 2 * alone), drop
+        one.mul_(0.5)
     assert torch.equal(state, torch.get_rng_state())
 
 

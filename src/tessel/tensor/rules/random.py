@@ -249,11 +249,13 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     in_place = is_in_place(name) or bool(kwargs.get("inplace", args[3:4] == (True,)))
     if in_place:
         check_change(name, target, [layout])
+    is_single = (name, x.dim()) in (("dropout1d", 2), ("dropout3d", 4))  # channels are first
     if not training or not p:
         everything = made(torch.ones_like(x, dtype=torch.bool), layout)
+        if is_single and not in_place:  # torch adds a dimension and removes it, which gives a view
+            return target.unsqueeze(0).squeeze(0)
         return (target, everything) if name == "native_dropout" else target
     of_channels = name.startswith("feature") or name[-1] == "d"
-    is_single = (name, x.dim()) in (("dropout1d", 2), ("dropout3d", 4))  # channels are first
     at = _features(layout, 0 if is_single else 1) if of_channels else layout
     kept = _even(at, x.device) >= p
     scale, is_alpha = 1 / (1 - p) if p < 1 else 0.0, "alpha" in name
