@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, zip_longest
 from operator import call, is_
 from types import FunctionType
@@ -321,6 +321,27 @@ class ModelConversion:
         equalize(unlike, self.P_x)
         self.enter(model)
 
+    def compare(self, model: nn.Module) -> None:
+        """Raise ValueError on all workers if their parameters differ.
+
+        They drift apart if an exception after the backward pass is caught on one worker, which then
+        leaves out the step of its optimizer: all that is exchanged still fits together.
+        """
+        values = [(n, p) for n, p in _values(model) if isinstance(p, nn.Parameter)]
+        told = tell(self.P_x, [checksum(value) for _, value in values])
+        first, expected = next(iter(told.items()))
+        for worker, sums in told.items():
+            if unlike := [n for (n, _), a, b in zip(values, sums, expected, strict=True) if a != b]:
+                error = ValueError(
+                    f"{type(model).__name__} over {self.P_x}: {len(unlike)} of {len(values)} "
+                    f"parameters, the first of them {unlike[0]}, have other values on worker "
+                    f"{worker} than on worker {first}, which has changed them more or less often: "
+                    "has one worker left out a step of its optimizer, after an exception? Let all "
+                    "workers do so, or load the same state on all of them"
+                )
+                error.workers = tuple(told)  # type: ignore[attr-defined]  # all of which raise it
+                raise error
+
     def make_values_plain(self, model: nn.Module) -> None:
         """Make parameters and buffers that a call has assigned plain tensors again.
 
@@ -571,7 +592,9 @@ class Entrance(HasHandle):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
-                buckets.agree_on_uses(self.module, P_x, wrapping)
+                # `fully_shard` frees parameters, or has a part of each: these are not compared
+                compare = partial(self.conversion.compare, self.module) if fuses else None
+                buckets.agree_on_uses(self.module, P_x, wrapping, compare)
                 if not any(map(is_spread, given)):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
