@@ -599,8 +599,22 @@ class Entrance(HasHandle):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
+                if any(map(is_spread, given)):
+                    self._note_parts(error, given)
                 raise
         return result
+
+    def _note_parts(self, error: BaseException, given: list[Tensor]) -> None:
+        """Say in an error which plain tensors were taken for parts beside spread ones."""
+        dim = self.conversion.P_x.dim
+        parts = [x for x in given if not is_spread(x) and x.dim() == dim]
+        if parts:
+            shapes = ", ".join(str(tuple(x.shape)) for x in parts)
+            error.add_note(
+                f"{type(self.module).__name__} was given spread tensors, and plain ones of shape "
+                f"{shapes}, which have {dim} dimensions and therefore are this worker's parts; if "
+                f"they are whole, pass tessel.spread(x, where)"
+            )
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """Trace the call to a graph that computes with parts; every run agrees again.
