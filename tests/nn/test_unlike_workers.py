@@ -224,3 +224,29 @@ def test_a_step_that_a_worker_leaves_out_raises(run: Run) -> None:
 
 def test_changes_on_a_worker_that_change_no_value(run: Run) -> None:
     assert run(drift_apart, "nothing", nprocs=2, timeout=60) == [("", "", "")] * 2
+
+
+def count_comparisons() -> int:
+    """One worker changes its parameters more often in each step, as in ZeRO, and no value."""
+    P, x = in_space(), tessel.spread(values((2, 1, 9), 1), in_space())
+    model = D.distribute_module(nn.Sequential(nn.Conv1d(1, 1, 3, padding=1)).double(), P)
+    conversion = model.forward.conversion
+    compare, count = conversion.compare, 0
+
+    def counted(module: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        compare(module)
+
+    conversion.compare = counted
+    for _ in range(6):
+        model(x).sum().backward()
+        if tessel.world().rank:
+            model[0].bias.data.add_(0)  # torch does not count this one
+            with torch.no_grad():
+                model[0].weight.add_(0)
+    return count
+
+
+def test_parameters_are_not_compared_in_each_step(run: Run) -> None:
+    assert run(count_comparisons, nprocs=2, timeout=60) == [3, 3]

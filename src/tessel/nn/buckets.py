@@ -34,6 +34,8 @@ from tessel.transport import NUM_WORDS, code_of, kept_in_job
 # and overlaps with less computation; smaller ones need more messages.
 LIMIT = 2**22
 
+MANY = 3  # comparisons of parameters that found equal values, after which there are no others
+
 
 class Use(NamedTuple):
     """A use of a parameter: on these workers, separately along these axes."""
@@ -72,13 +74,14 @@ class BucketSchedule:
         unsteady: parameters that were once planned for but not used, and are left out since.
         num_changes: how often parameters had been changed in place when workers last compared
             their values.
+        num_compared: how often they have compared them, and found them equal.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self.uses: dict[int, Use] = {}
         self.unsteady: set[int] = set()
-        self.num_changes = 0
+        self.num_changes = self.num_compared = 0
 
     def plan(self, parameters: Sequence[Tensor]) -> BucketPlan:
         """The parameters that will be used together, if this call is like the last."""
@@ -257,6 +260,10 @@ def agree_on_uses(
         return
     group = partition.prepare()
     head, code = _beginning(type(module).__name__, partition, module.training, wrapping)
+    schedule = call.schedule
+    # Some workers may change parameters more often in each step, and all get the same values: with
+    # `ZeroRedundancyOptimizer`, each changes its own and is sent the others.
+    compare = compare if schedule.num_compared < MANY else None
     num_changes = _num_changes(call.parameters) if compare else 0
 
     def said() -> str:
@@ -265,7 +272,7 @@ def agree_on_uses(
         return head + ", ".join(used)
 
     try:
-        since = (num_changes - call.schedule.num_changes) % 2**62
+        since = (num_changes - schedule.num_changes) % 2**62 if compare else 0
         rows = agree_on_call(group, said, zlib.crc32(call.sequence, code), words=[since])
     except ValueError as error:
         calls: list[str] = error.calls  # type: ignore[attr-defined]
@@ -286,7 +293,8 @@ def agree_on_uses(
         raise different from None
     if compare and (rows[:, 0] != rows[0, 0]).any():
         compare()
-        call.schedule.num_changes = num_changes
+        schedule.num_changes = num_changes
+        schedule.num_compared += 1
 
 
 def _num_changes(parameters: Iterable[Tensor]) -> int:
