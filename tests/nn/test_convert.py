@@ -1085,3 +1085,22 @@ def test_what_was_written_whole_does_not_leave_as_a_part(run: Run, last: str) ->
     for said, error in run(parts_written_whole, last, nprocs=2):
         assert error == 0.0
         assert ("where a part is expected" in said) == (last != "sum"), said
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x.where(mask > 0, 0.0)
+
+
+def pass_a_whole_mask() -> None:
+    P = place((1, 2))
+    x, model = values((3, 4), 1), tessel.nn.distribute_module(Masked(), P)
+    with pytest.raises(RuntimeError, match="broadcast") as caught:
+        model(tessel.spread(x, P), x)
+    (note,) = caught.value.__notes__
+    assert "plain ones of shape (3, 4)" in note and "pass tessel.spread" in note
+    close("spread", model(tessel.spread(x, P), tessel.spread(x, P)).full(), x.where(x > 0, 0.0))
+
+
+def test_plain_tensors_beside_spread_ones_are_named_in_errors(run: Run) -> None:
+    run(pass_a_whole_mask, nprocs=2)

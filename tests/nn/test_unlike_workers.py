@@ -206,3 +206,82 @@ def test_different_branches_raise_before_gradients_are_summed(
     for name, text in first.items():
         assert "different branches" in text, name
     assert "a.weight on worker 0" in first["Other"] and "b.weight on worker 1" in first["Other"]
+
+
+def let_modes_differ(is_spread: bool) -> str:
+    P, x = in_space(), values((2, 1, 9), 1)
+    layers = nn.Conv1d(1, 4, 3, padding=1), nn.Dropout(), nn.Conv1d(4, 1, 3, padding=1)
+    model = D.distribute_module(nn.Sequential(*layers).double(), P)
+    model.train(tessel.world().rank == 0)
+    given = tessel.spread(x, P) if is_spread else Layout.balanced(P, x.shape).local_part(x)
+    return message(lambda: model(given).sum().backward())
+
+
+@pytest.mark.parametrize("is_spread", [False, True], ids=["parts", "spread"])
+def test_a_worker_in_evaluation_mode_raises(run: Run, is_spread: bool) -> None:
+    first, second = run(let_modes_differ, is_spread, nprocs=2, timeout=60)
+    assert first == second and "training" in first and "evaluation" in first
+
+
+def drift_apart(leaves_out: str) -> tuple[str, str, str]:
+    """One worker catches an exception after the backward pass, and all go on; and then again.
+
+    In the end all load the same state.
+    """
+    torch.manual_seed(0)
+    P, x = in_space(), tessel.spread(values((2, 1, 9), 1), in_space())
+    model = D.distribute_module(nn.Sequential(nn.Conv1d(1, 1, 3, padding=1)).double(), P)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+
+    step()
+    if leaves_out == "step" and tessel.world().rank == 0:
+        optimizer.step()
+    if leaves_out == "nothing" and tessel.world().rank == 0:  # as often as a worker likes
+        model.load_state_dict(before)
+    found = message(step), message(step)
+    if tessel.world().rank == 0:
+        model.load_state_dict(before)
+    return *found, message(step)
+
+
+def test_a_step_that_a_worker_leaves_out_raises(run: Run) -> None:
+    first, second = run(drift_apart, "step", nprocs=2, timeout=60)
+    assert first == second
+    again, once_more, loaded = first
+    assert again == once_more and not loaded
+    assert "2 of 2 parameters, the first of them 0.weight, have other values on worker 1" in again
+
+
+def test_changes_on_a_worker_that_change_no_value(run: Run) -> None:
+    assert run(drift_apart, "nothing", nprocs=2, timeout=60) == [("", "", "")] * 2
+
+
+def count_comparisons() -> int:
+    """One worker changes its parameters more often in each step, as in ZeRO, and no value."""
+    P, x = in_space(), tessel.spread(values((2, 1, 9), 1), in_space())
+    model = D.distribute_module(nn.Sequential(nn.Conv1d(1, 1, 3, padding=1)).double(), P)
+    conversion = model.forward.conversion
+    compare, count = conversion.compare, 0
+
+    def counted(module: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        compare(module)
+
+    conversion.compare = counted
+    for _ in range(6):
+        model(x).sum().backward()
+        if tessel.world().rank:
+            model[0].bias.data.add_(0)  # torch does not count this one
+            with torch.no_grad():
+                model[0].weight.add_(0)
+    return count
+
+
+def test_parameters_are_not_compared_in_each_step(run: Run) -> None:
+    assert run(count_comparisons, nprocs=2, timeout=60) == [3, 3]

@@ -167,6 +167,16 @@ RESHAPES = {
     "channel_shuffle": Case(lambda x: F.channel_shuffle(x, 2), ((2, 6, 3, 4),)),
     "view_as_real": Case(lambda x: torch.view_as_real(torch.complex(x, 2 * x))),
     "view_as_complex": Case(lambda x: torch.view_as_complex(x).abs(), ((4, 5, 2),)),
+    # a part without values, or of length one, is contiguous with any strides
+    "view_as_complex of moved dimensions": Case(
+        lambda x: torch.view_as_complex(x.movedim(1, -1).contiguous()).abs(), ((2, 2, 3),)
+    ),
+    "view_as_complex of one column": Case(
+        lambda x: torch.view_as_complex(x.movedim(1, -1).contiguous()).abs(), ((2, 2, 4, 1),)
+    ),
+    "view as another dtype of moved dimensions": Case(
+        lambda x: x.movedim(1, -1).contiguous().view(torch.complex128).abs(), ((2, 2, 3),)
+    ),
     "Tensor.unfold": Case(lambda x: (x.unfold(1, 3, 1), x.unfold(-1, 2, 3), x.unfold(0, 4, 2))),
     "Tensor.unfold of many": Case(lambda x: x.unfold(0, 2, 2).unfold(1, 3, 1), ((7, 6),)),
     "F.unfold": Case(lambda x: (F.unfold(x, 2), F.unfold(x, (3, 2), 1, 1, 2)), ((2, 3, 6, 7),)),

@@ -42,6 +42,12 @@ def last_chance(value: float) -> Any:
     return split(torch.tensor([0.5] * 5 + [value], dtype=torch.float64))
 
 
+def stepped(**kwargs: bool) -> None:
+    x = reals(6).requires_grad_()
+    x.square().sum().backward()
+    torch.optim.AdamW([x], **kwargs).step()
+
+
 def relu_in_place(x: Any) -> Any:
     return F.relu(x[1:], inplace=True)
 
@@ -379,6 +385,12 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         RuntimeError,
         "leaf",
     ),
+    "an optimizer of lists": (
+        lambda: stepped(foreach=True),
+        NotImplementedError,
+        "foreach=False",
+    ),
+    "a fused optimizer": (lambda: stepped(fused=True), NotImplementedError, "fused=False"),
     "fft of no length": (lambda: torch.fft.fft(reals(6), n=0), RuntimeError, "Invalid"),
     "fft beyond": (lambda: torch.fft.fft(reals(6), dim=3), IndexError, "range"),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -33,6 +33,8 @@ from tessel.transport import NUM_WORDS, code_of, kept_in_job
 # Bytes of a bucket. A bucket is sent when its last gradient is computed: a larger one starts later
 # and overlaps with less computation; smaller ones need more messages.
 LIMIT = 2**22
+
+MANY = 3  # comparisons of parameters that found equal values, after which there are no others
 
 
 class Use(NamedTuple):
@@ -70,12 +72,16 @@ class BucketSchedule:
     Attributes:
         uses: the uses in the last call, by the number of the parameter, in order.
         unsteady: parameters that were once planned for but not used, and are left out since.
+        num_changes: how often parameters had been changed in place when workers last compared
+            their values.
+        num_compared: how often they have compared them, and found them equal.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self.uses: dict[int, Use] = {}
         self.unsteady: set[int] = set()
+        self.num_changes = self.num_compared = 0
 
     def plan(self, parameters: Sequence[Tensor]) -> BucketPlan:
         """The parameters that will be used together, if this call is like the last."""
@@ -127,6 +133,7 @@ class BucketedCall:
         module: torch.nn.Module | None = None,
         fuses: bool = True,
     ) -> None:
+        self.schedule = schedule
         self.parameters = list(parameters)
         self.plan = schedule.plan(self.parameters) if fuses else ()
         self._module = module
@@ -231,19 +238,34 @@ def in_buckets(
         schedule.learn(call.plan, call.uses)
 
 
-def agree_on_uses(module: torch.nn.Module, label: str, wrapping: str, partition: Partition) -> None:
+def agree_on_uses(
+    module: torch.nn.Module,
+    label: str,
+    wrapping: str,
+    partition: Partition,
+    compare: Callable[[], None] | None = None,
+) -> None:
     """Raise on all workers if they used different parameters, or the same ones in another order.
 
     Then they took different branches of the model, and gradients of different parameters would be
     added. All workers call this at the end of a call whose parameters get gradients. They must also
-    have the same `label`, the module in words, and the same `wrapping`, a text that names the
-    wrappers that average these gradients.
+    have the same `label`, the module in words, the same `wrapping`, a text that names the wrappers
+    that average these gradients, and the module in the same mode.
+
+    If some workers have changed their parameters in place more often than others, as after a step
+    of an optimizer that one of them has skipped, all call `compare`, which raises if their values
+    differ.
     """
     call = current_buckets.get()
     if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
         return
     group = partition.prepare()
-    head, code = _beginning(label, wrapping)
+    head, code = _beginning(label, module.training, wrapping)
+    schedule = call.schedule
+    # Some workers may change parameters more often in each step, and all get the same values: with
+    # `ZeroRedundancyOptimizer`, each changes its own and is sent the others.
+    compare = compare if schedule.num_compared < MANY else None
+    num_changes = _num_changes(call.parameters) if compare else 0
 
     def said() -> str:
         names = {id(value): name for name, value in module.named_parameters()}
@@ -251,7 +273,8 @@ def agree_on_uses(module: torch.nn.Module, label: str, wrapping: str, partition:
         return head + ", ".join(used)
 
     try:
-        agree_on_call(group, said, zlib.crc32(call.sequence, code))
+        since = (num_changes - schedule.num_changes) % 2**62 if compare else 0
+        rows = agree_on_call(group, said, zlib.crc32(call.sequence, code), words=[since])
     except ValueError as error:
         calls: list[str] = error.calls  # type: ignore[attr-defined]
         if not all(each.startswith(head) for each in calls):
@@ -269,12 +292,29 @@ def agree_on_uses(module: torch.nn.Module, label: str, wrapping: str, partition:
         )
         different.workers = group.workers  # type: ignore[attr-defined]  # all of which raise it
         raise different from None
+    if compare and (rows[:, 0] != rows[0, 0]).any():
+        compare()
+        schedule.num_changes = num_changes
+        schedule.num_compared += 1
+
+
+def _num_changes(parameters: Iterable[Tensor]) -> int:
+    """How often parameters have been changed in place, as torch counts it for its derivatives.
+
+    Those that a worker has no copy of are left out: shards, spread tensors, and DTensors.
+    """
+    own = (p for p in parameters if type(p) is torch.nn.Parameter and p.requires_grad)
+    try:
+        return sum(p._version for p in own)
+    except RuntimeError:  # of inference mode, which does not count
+        return 0
 
 
 @kept_in_job
-def _beginning(label: str, wrapping: str) -> tuple[str, int]:
+def _beginning(label: str, training: bool, wrapping: str) -> tuple[str, int]:
     """The part of a call's text that does not depend on its parameters, and its code; cached."""
-    head = f"{label}, under {wrapping}, with the parameters "
+    mode = "training" if training else "evaluation"
+    head = f"{label} in {mode}, under {wrapping}, with the parameters "
     return head, code_of(head)
 
 

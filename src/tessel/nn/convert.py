@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, zip_longest
 from operator import call, is_
 from types import FunctionType
@@ -335,6 +335,27 @@ class ModelConversion:
         equalize(unlike, self.P_x)
         self.enter(model)
 
+    def compare(self, model: nn.Module) -> None:
+        """Raise ValueError on all workers if their parameters differ.
+
+        They diverge if one worker catches an exception after the backward pass, and then skips the
+        step of its optimizer: later messages still fit together.
+        """
+        values = [(n, p) for n, p in _values(model) if isinstance(p, nn.Parameter)]
+        told = tell(self.P_x, [checksum(value) for _, value in values])
+        first, expected = next(iter(told.items()))
+        for worker, sums in told.items():
+            if unlike := [n for (n, _), a, b in zip(values, sums, expected, strict=True) if a != b]:
+                error = ValueError(
+                    f"{type(model).__name__} over {self.P_x}: {len(unlike)} of {len(values)} "
+                    f"parameters, the first of them {unlike[0]}, have different values on worker "
+                    f"{worker} and on worker {first}, which have changed them a different number "
+                    "of times: has one worker skipped a step of its optimizer, after an exception? "
+                    "Let all workers skip it, or load the same state on all of them"
+                )
+                error.workers = tuple(told)  # type: ignore[attr-defined]  # all of which raise it
+                raise error
+
     def make_values_plain(self, model: nn.Module) -> None:
         """Make parameters and buffers that a call has assigned plain tensors again.
 
@@ -594,13 +615,29 @@ class Entrance(HasHandle):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
-                buckets.agree_on_uses(self.module, self.label, wrapping, P_x)
+                # `fully_shard` frees parameters, or keeps a part of each: these are not compared
+                compare = partial(self.conversion.compare, self.module) if fuses else None
+                buckets.agree_on_uses(self.module, self.label, wrapping, P_x, compare)
                 if not any(map(is_spread, given)):
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
+                if any(map(is_spread, given)):
+                    self._note_parts(error, given)
                 raise
         return result
+
+    def _note_parts(self, error: BaseException, given: list[Tensor]) -> None:
+        """Add a note to an error: the plain tensors that were taken for parts beside spread ones."""
+        dim = self.conversion.P_x.dim
+        parts = [x for x in given if not is_spread(x) and x.dim() == dim]
+        if parts:
+            shapes = ", ".join(str(tuple(x.shape)) for x in parts)
+            error.add_note(
+                f"{type(self.module).__name__} got spread tensors, and plain ones of shape "
+                f"{shapes}, which have {dim} dimensions and therefore are this worker's parts; if "
+                f"they are whole, pass tessel.spread(x, where)"
+            )
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """Trace the call to a graph that computes with parts; every run agrees again.

@@ -80,7 +80,7 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
             return note_view(y, x, copied=True)
         same = layout if after == layout.shape else layout.reshaped_along(after, (last,))
-        return note_view(made(func(opened(x)[0], *args[1:], **kwargs), same), x)
+        return note_view(made(func(_usual_strides(opened(x)[0]), *args[1:], **kwargs), same), x)
     if name == "ravel":
         return x.contiguous().view(-1)
     if name == "flatten" and after == layout.shape:  # torch returns the tensor itself
@@ -93,6 +93,16 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 _COPYING = frozenset(("reshape", "reshape_as", "flatten"))  # others raise instead
+
+
+def _usual_strides(part: torch.Tensor) -> torch.Tensor:
+    """View a contiguous part with the strides of a new tensor.
+
+    To torch, a tensor without values is contiguous with any strides, and so is one of length one
+    with any stride along it. Views as another dtype refuse some of these strides, and the worker
+    with such a part would raise alone.
+    """
+    return part.view(-1).view(part.shape) if part.is_contiguous() else part
 
 
 @kept_in_job
@@ -414,7 +424,7 @@ def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     y = func(x)
     # torch's derivative requires a gradient whose last stride is 1. `contiguous` keeps the strides
     # of an empty one, and this worker alone would raise.
-    y = y if x.numel() else y.view(-1).view(y.shape)
+    y = y if x.numel() else _usual_strides(y)
     return note_view(made(y, layout.with_whole(len(layout.shape), 2)), args[0])
 
 
@@ -429,7 +439,7 @@ def view_as_complex(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
     target = replace(there, shape=there.shape[:-1], cuts=there.cuts[:-1], shared=shared)
     part = moved(x, there)
     part = part if there is layout else part.contiguous()
-    return note_view(made(func(part), target), x, copied=there is not layout)
+    return note_view(made(func(_usual_strides(part)), target), x, copied=there is not layout)
 
 
 @rule("unfold")
