@@ -628,7 +628,7 @@ class Entrance(HasHandle):
         return result
 
     def _note_parts(self, error: BaseException, given: list[Tensor]) -> None:
-        """Add a note to an error: the plain tensors that were taken for parts beside spread ones."""
+        """Add a note to an error on the plain tensors that were taken for parts."""
         dim = self.conversion.P_x.dim
         parts = [x for x in given if not is_spread(x) and x.dim() == dim]
         if parts:
