@@ -6,7 +6,9 @@ Tests `tensor/autocasting.py`, `tensor/rules/products.py`, `tensor/rules/fourier
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import tessel
 from parity import values
 from spread_cases import Case
 from tessel import Layout
+from tessel.tensor import autocasting
 from test_spread import CASES, flat
 
 Run = Callable[..., list[Any]]
@@ -83,14 +86,18 @@ EXCEPT = (
 
 def check_cases(device: str, share: int) -> int:
     """All functions of `test_spread.py`; what one process refuses is left out."""
-    count = 0
+    count, wrong = 0, []
     for name in [each for each in CASES if each not in EXCEPT][share::SHARES]:
         for dtype in (torch.float32, torch.bfloat16):
-            count += _check_case(name, CASES[name], dtype, device)
+            found = _wrong_dtypes(name, CASES[name], dtype, device)
+            count += found is not None
+            wrong.extend(found or [])
+    assert not wrong, "\n".join(wrong)
     return count
 
 
-def _check_case(name: str, case: Case, dtype: torch.dtype, device: str) -> bool:
+def _wrong_dtypes(name: str, case: Case, dtype: torch.dtype, device: str) -> list[str] | None:
+    """A line for each output of another dtype than in one process; None if that refuses."""
     short = {torch.float64: dtype, torch.complex128: torch.complex64}
     operands = [case.operand(k) for k in range(len(case.shapes))]
     operands = [each.to(device, short.get(each.dtype, each.dtype)) for each in operands]
@@ -98,7 +105,8 @@ def _check_case(name: str, case: Case, dtype: torch.dtype, device: str) -> bool:
         with torch.autocast(device, torch.bfloat16):
             expected = flat(case.does(*operands))
     except RuntimeError:  # of short numbers
-        return False
+        return None
+    wrong = []
     shape, world = operands[0].shape, tessel.world()
     for dim in {0, len(shape) - 1}:
         layout = Layout.split(world, shape, [0 if k == dim else None for k in range(len(shape))])
@@ -110,8 +118,36 @@ def _check_case(name: str, case: Case, dtype: torch.dtype, device: str) -> bool:
             if isinstance(theirs, torch.Tensor):
                 part = mine.local if isinstance(mine, tessel.Tensor) else mine
                 found = {mine.dtype, part.dtype}
-                assert found == {theirs.dtype}, f"{what}: {found}, expected {theirs.dtype}"
-    return True
+                if found != {theirs.dtype}:
+                    wrong.append(f"{what}: {found}, expected {theirs.dtype}")
+    return wrong
+
+
+def listed(macro: str) -> set[str]:
+    """The operators of one of torch's lists of what autocast does on GPUs."""
+    folder = Path(torch.__file__).parent / "include" / "ATen"
+    lines = (folder / "autocast_mode.h").read_text().splitlines()
+    begin = next(k for k, line in enumerate(lines) if line.startswith(f"#define {macro}(_)"))
+    found = set()
+    for line in lines[begin + 1 :]:
+        if not (operator := re.match(r" *_\((\w+)", line)):
+            break
+        found.add(operator[1])
+    return found
+
+
+def test_operators_are_cast_as_in_lists_of_torch() -> None:
+    """On GPUs, which a machine without one cannot try."""
+    in_widest = autocasting._WIDEST | autocasting._WIDEST_ON["cuda"]
+    for macro, others in (
+        ("AT_FORALL_LOWER_PRECISION_FP", autocasting._SHORTER),
+        ("AT_FORALL_PROMOTE", in_widest),
+    ):
+        assert len(listed(macro)) > 5
+        assert listed(macro) <= others, listed(macro) - others
+    for macro in ("AT_FORALL_FP32", "AT_FORALL_FP32_SET_OPT_DTYPE"):
+        assert len(listed(macro)) > 5
+        assert not listed(macro) & (autocasting._SHORTER | in_widest)
 
 
 @pytest.mark.parametrize("share", range(SHARES))

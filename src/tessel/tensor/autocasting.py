@@ -32,13 +32,15 @@ _SHORTER = frozenset(
         *("rnn_relu_cell", "rnn_tanh_cell"),
     )
 )
-# operators that it computes in the widest dtype of their operands; all others in float32
+# operators that it computes in the widest dtype of their operands, on some devices or on one; all
+# others in float32
 _WIDEST = frozenset(
     (
         *("addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "index_copy", "stack"),
         *("index_put", "scatter_add", "tensordot", "vdot"),
     )
 )
+_WIDEST_ON = {"cuda": frozenset(("grid_sampler",))}
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}  # keys of torch's dispatcher
 
 # functions whose operators have other names
@@ -122,7 +124,7 @@ def _operator(name: str, args: Arguments, kwargs: Settings) -> str:
 def cast(name: str, device: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
     """The arguments of a call as torch would cast them; float64 stays."""
     dtype = torch.float32
-    if _operator(name, args, kwargs) in _WIDEST:
+    if _operator(name, args, kwargs) in _WIDEST | _WIDEST_ON.get(device, frozenset()):
         dtypes = [each.dtype for each in tensors(args, kwargs) if _is_castable(each, device)]
         dtype = reduce(torch.promote_types, dtypes) if dtypes else dtype
 
