@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import tessel
 from parity import values
 from tessel.tensor import seeded
+from tessel.tensor.counter_random import is_at_least, uniform_in
 from tessel.tensor.shared_random import common_number
+from tessel.testing import count_memory
 from test_spread import grids, ways
 
 Run = Callable[..., list[Any]]
@@ -422,3 +424,33 @@ def generators_beside(devices: tuple[torch.device, ...]) -> list[bool]:
 def test_a_block_with_a_seed_leaves_generators_alone(devices: tuple[torch.device, ...]) -> None:
     """Also that of a GPU: a seed that `torch.manual_seed` keeps for it would wait there."""
     assert generators_beside(devices) == [True, True, True]
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-17, 0.3, 1 - 2**-53, 1.0])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (300_000,), (2, 150_001), (700, 3, 101)])
+def test_numbers_that_are_at_least_p(shape: tuple[int, ...], p: float) -> None:
+    """Of wholes and of boxes, also where they are computed part by part."""
+    for box in (
+        tuple((0, n) for n in shape),
+        tuple((n // 3, n - n // 5) for n in shape),
+    ):
+        for dtype in (torch.bool, torch.float32):
+            found = is_at_least(p, 7, shape, box, dtype)
+            assert found.dtype == dtype
+            assert torch.equal(found > 0, uniform_in(7, shape, box) >= p)
+
+
+def peak_of_dropout() -> float:
+    """What dropout has at once, in tensors of its operand's size."""
+    x = tessel.spread(
+        torch.ones(1024, 1024), tessel.Layout.split(tessel.world(), (1024, 1024), [0, None])
+    )
+    F.dropout(x, 0.3)
+    with count_memory() as memory:
+        F.dropout(x, 0.3)
+    return memory.peak / x.local.nbytes
+
+
+def test_dropout_needs_little_memory(run: Run) -> None:
+    found = run(peak_of_dropout, nprocs=2)
+    assert max(found) < 3  # its result, factors, and truth values

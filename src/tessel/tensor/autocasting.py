@@ -5,7 +5,8 @@ while it does. Otherwise torch would cast parts only where a worker has values; 
 of other functions, which are cast in other ways.
 
 Functions that torch computes in a shorter dtype, such as products, are cast by their rules
-(`table.as_autocast`).
+(`table.as_autocast`). For those that it leaves as they are, autocast is off as well, since their
+rules may consist of functions that it would cast.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ _WIDEST = frozenset(
     )
 )
 _WIDEST_ON = {"cuda": frozenset(("grid_sampler",))}
+# operators that it leaves as they are on a device if the caller names a dtype
+_OF_GIVEN_DTYPE = {
+    "cuda": frozenset(
+        (
+            *("cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "log_softmax"),
+            *("norm", "prod", "softmax", "sum"),
+        )
+    )
+}
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}  # keys of torch's dispatcher
 
 # functions whose operators have other names
@@ -50,6 +60,7 @@ _OPERATORS: dict[str, str | Callable[..., str]] = {
     "special_softmax": "softmax",
     "special_log_softmax": "log_softmax",
     "special_logsumexp": "logsumexp",
+    "matrix_exp": "linalg_matrix_exp",
     "cross_entropy": "nll_loss",
     "linalg_norm": "linalg_vector_norm",
     "vector_norm": "linalg_vector_norm",
@@ -93,27 +104,69 @@ def local_response_norm(args: Arguments, kwargs: Settings) -> str:
 
 
 @cache
-def _known(device: str) -> frozenset[str]:
-    """The operators that autocast casts to float32, or to the widest dtype, on a type of device."""
+def _touched(device: str) -> frozenset[str]:
+    """The operators whose operands autocast casts in some way, on a type of device."""
     key = _KEYS.get(device)
     found = torch._C._dispatch_get_registrations_for_dispatch_key(key) if key else ()
-    names = {each.removeprefix("aten::").partition(".")[0] for each in found}
-    # torch multiplies the operands of bilinear elementwise, which autocast does not touch
-    return frozenset(names - _SHORTER | {"bilinear"})
+    return frozenset(each.removeprefix("aten::").partition(".")[0] for each in found)
 
 
 @cache
-def may_be_cast(name: str) -> bool:
-    """Whether autocast may cast the operands of a function before its rule, on some device."""
-    return name in _OPERATORS or any(name in _known(device) for device in _KEYS)
+def _known(device: str) -> frozenset[str]:
+    """The operators that autocast casts to float32, or to the widest dtype, on a type of device."""
+    # torch multiplies the operands of bilinear elementwise, which autocast does not touch
+    return _touched(device) - _SHORTER | {"bilinear"}
 
 
-def device_of_cast(name: str, args: Arguments, kwargs: Settings) -> str:
-    """The type of device on which autocast would cast the operands of a call; "" if none."""
-    device = next(tensors(args, kwargs)).device.type
-    if not torch.is_autocast_enabled(device) or kwargs.get("out") is not None:
+def is_shortened(name: str, device: str) -> bool:
+    """Whether autocast computes an operator in its own, shorter dtype, on a type of device."""
+    return name in _SHORTER and name in _touched(device)
+
+
+@cache
+def may_matter(name: str) -> bool:
+    """Whether operands of a function may be cast before its rule, or autocast be off in it."""
+    return (
+        name in _OPERATORS
+        or _is_one_kernel(name)
+        or any(name in _known(device) for device in _KEYS)
+    )
+
+
+@cache
+def _is_one_kernel(operator: str) -> bool:
+    """Whether torch has an operator of this name that does not consist of others."""
+    packet = getattr(torch.ops.aten, operator, None)
+    if packet is None:
+        return False
+    names = (f"aten::{operator}.{each}".removesuffix(".default") for each in packet.overloads())
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not any(
+        has_kernel(each, "CompositeImplicitAutograd") for each in names if "names" not in each
+    )
+
+
+def device_of(args: Arguments, kwargs: Settings) -> str:
+    """The type of device of a call's operands if autocast is on for it, else ""."""
+    if not torch._C._is_any_autocast_enabled():
         return ""
-    return device if _operator(name, args, kwargs) in _known(device) else ""
+    first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    device = (next(tensors(args, kwargs)) if first is None else first).device.type
+    return device if torch.is_autocast_enabled(device) else ""
+
+
+def is_cast(name: str, device: str, args: Arguments, kwargs: Settings) -> bool:
+    """Whether autocast casts the operands of a call to float32, or to the widest dtype."""
+    operator = _operator(name, args, kwargs)
+    if kwargs.get("dtype") is not None and operator in _OF_GIVEN_DTYPE.get(device, ()):
+        return False
+    return operator in _known(device) and kwargs.get("out") is None
+
+
+def is_left_alone(name: str, device: str, args: Arguments, kwargs: Settings) -> bool:
+    """Whether autocast touches neither a function's operands nor anything that it consists of."""
+    operator = _operator(name, args, kwargs)
+    return _is_one_kernel(operator) and operator not in _touched(device)
 
 
 def _operator(name: str, args: Arguments, kwargs: Settings) -> str:

@@ -156,9 +156,13 @@ class BatchNorm(KernelNorm):
             there = tuple(there[place] for place in places)
             means, scales = (torch.stack([of[k] for k in places]) for of in (means, scales))
         counts = constant(there, means.dtype, x.device)
-        mean, scale = torch.batch_norm_gather_stats_with_counts(
-            x, means, scales, *self.running, self.momentum, self.eps, counts
-        )
+        # the kernel takes its dtype from running statistics, or else from its first argument
+        running = tuple(r if r is None else r.to(means.dtype) for r in self.running)
+        joined: Any = torch.batch_norm_gather_stats_with_counts
+        mean, scale = joined(means, means, scales, *running, self.momentum, self.eps, counts)
+        for own, updated in zip(self.running, running, strict=True):
+            if own is not None and updated is not None and updated is not own:
+                own.copy_(updated)
         if not x.numel():
             return torch.empty_like(x), mean, scale
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, self.eps), mean, scale

@@ -3,8 +3,8 @@
 Forward:  a pass over the blocks of keys keeps, for each query, the largest score so far and the sum
 of exponentials and the values relative to it.    Gradient:  one more pass. With the logarithm L of
 the sum known, weights are P = exp(S - L), and the gradient of ⟨g, O⟩ is that of the sum over blocks
-of P ∘ (g Vᵀ - δ) with δ = ⟨g, O⟩ of each query, which accounts for the change of L. Torch
-differentiates this, so scores, masks and dropout are written once (`BlockSum`).
+of P ∘ (g Vᵀ - δ) with δ = ⟨g, O⟩ of each query, which accounts for the change of L. These terms are
+the gradient of S; torch differentiates their sum for derivatives of higher order (`BlockSum`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from tessel.tensor.block_sum import (
     BlockSum,
     Operand,
     Tile,
-    derived,
     pieces_of,
     visits,
 )
-from tessel.tensor.counter_random import uniform_in
+from tessel.tensor.counter_random import is_at_least
 from tessel.tensor.table import widened
 from tessel.transport import Group
 
@@ -55,8 +54,8 @@ class Dropout:
     def factors(self, tile: Tile, like: Tensor) -> Tensor:
         """Zeros, and elsewhere the factor that keeps the mean."""
         box = (*self.box, tile.rows, tile.columns)
-        kept = uniform_in(self.seed, self.shape, box, like.device) >= self.p
-        return kept.to(like.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
+        kept = is_at_least(self.p, self.seed, self.shape, box, like.dtype, like.device)
+        return kept.mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -191,29 +190,59 @@ class BlockwiseAttention:
             delta = delta - of_logarithm
         operands = (*self.operands, ROWS, ROWS, ROWS)
         given = (*xs, grad, logarithm, delta)
-        ones = torch.ones_like(logarithm)
         if torch.is_grad_enabled():
-            shares = BlockSum(self.schedule, self._shares, operands, (ROWS,))
-            return shares.vjp([ones], (*needs, *[False] * 3), given)[:4]
+            shares, ones = (
+                BlockSum(self.schedule, self._shares, operands, (ROWS,)),
+                [torch.ones_like(logarithm)],
+            )
+            return shares.vjp(ones, (*needs, *[False] * 3), given)[:4]
         wanted = tuple(k for k, need in enumerate(needs) if need)
         # torch's kernel computes no gradient of a mask, and takes none of the logarithm
         may_use_kernel = of_logarithm is None and 3 not in wanted
-        derive = derived(self._shares, 7, wanted)
 
         def gradients(tile: Tile, *pieces: Any) -> Sequence[Tensor]:
-            q, k, v, mask, grad, logarithm, _, _, out = pieces
+            q, k, v, mask, grad, logarithm, _, out = pieces
             kernel = self._kernel(tile, q, k, v, mask) if may_use_kernel else None
             if kernel is None:
-                return derive(tile, *pieces[:-1])
+                return self._gradients(wanted, tile, *pieces[:-1])
             found = kernel.gradients(grad, out, logarithm)
             return [self.scores.of_keys(found[k], pieces[k]) for k in wanted]
 
         outputs = tuple(self.operands[k] for k in wanted)
-        total = BlockSum(self.schedule, gradients, (*operands, ROWS, ROWS), outputs, wanted)
+        total = BlockSum(self.schedule, gradients, (*operands, ROWS), outputs, wanted)
         found: list[Tensor | None] = [None] * 4
-        for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
+        for k, each in zip(wanted, total._apply(*given, out), strict=True):
             found[k] = each
         return found
+
+    def _gradients(
+        self, wanted: Sequence[int], tile: Tile, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> list[Tensor]:
+        """The gradients of operands by the term of a tile, with three tensors of its scores."""
+        mask, grad, logarithm, delta = rest
+        scores, drop, grad = self.scores, self.scores.dropout, widened(grad)
+        keys, values = widened(scores.of_heads(k)), widened(scores.of_heads(v))
+        weights = (scores(tile, q, k, mask) - logarithm).exp_()
+        of_scores = grad @ values.mT
+        dropped = weights
+        if drop is not None:
+            dropped = drop.factors(tile, weights)
+            of_scores.mul_(dropped)
+            dropped.mul_(weights)
+        found = {}
+        if 2 in wanted:
+            found[2] = scores.of_keys((dropped.mT @ grad).sum_to_size(values.shape), v)
+        del dropped
+        of_scores.sub_(delta).mul_(weights)
+        del weights
+        if 0 in wanted:
+            found[0] = (of_scores @ keys).sum_to_size(q.shape).mul_(scores.scale)
+        if 1 in wanted:
+            of_keys = (of_scores.mT @ widened(q)).sum_to_size(keys.shape)
+            found[1] = scores.of_keys(of_keys.mul_(scores.scale), k)
+        if 3 in wanted:
+            found[3] = of_scores.sum_to_size(mask.shape)
+        return [found[k] for k in wanted]
 
     def _shares(self, tile: Tile, *pieces: Tensor | None) -> tuple[Tensor]:
         """The term of a tile for each query in the sum whose gradient is computed."""
@@ -243,7 +272,7 @@ class FlashKernel:
         self.mask = None
         if mask is not None:
             if mask.dtype == torch.bool:
-                mask = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+                mask = q.new_zeros(mask.shape).masked_fill(~mask, -math.inf)
             self.mask = mask.to(q.dtype).expand(*q.shape[:2], q.shape[2], k.shape[2])
 
     @staticmethod

@@ -152,15 +152,25 @@ def rule_of(name: str) -> Rule:
         return found
     if found is None and is_pointwise(name) and not is_in_place(name):
         return at_once
-    return follow_cast if autocasting.may_be_cast(name) else follow
+    if is_in_place(name) or autocasting.may_matter(name):
+        return follow_cast
+    return follow
 
 
 def follow_cast(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Follow the rule of a function, after casting its operands as autocast would."""
-    device = autocasting.device_of_cast(name, args, kwargs)
+    """Follow the rule of a function, after casting its operands as autocast would.
+
+    Autocast is off in the rule if it is done, or would not touch the function: so it is with those
+    that change a tensor.
+    """
+    device = autocasting.device_of(args, kwargs)
     if not device:
         return follow(name, func, args, kwargs)
-    args, kwargs = autocasting.cast(name, device, args, kwargs)
+    if not is_in_place(name):
+        if autocasting.is_cast(name, device, args, kwargs):
+            args, kwargs = autocasting.cast(name, device, args, kwargs)
+        elif not autocasting.is_left_alone(name, device, args, kwargs):
+            return follow(name, func, args, kwargs)
     with torch.autocast(device, enabled=False):
         return follow(name, func, args, kwargs)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tessel.core.boxes import Box
 from tessel.core.layout import Layout, Shape
 
+_AT_ONCE = 2**16  # numbers for which it is not worthwhile to compute fewer at a time
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
@@ -49,17 +50,17 @@ def places_in(shape: Shape, box: Box, device: Any = None) -> Tensor:
 def bits(seed: int, counter: Tensor, stream: int) -> Tensor:
     """63 random bits for each index; other streams have other numbers for the same indices."""
     signed = (seed + 2**63) % 2**64 - 2**63
-    z = (counter * 2 + stream + 1) * _GOLDEN + signed
+    z = (counter * 2).add_(stream + 1).mul_(_GOLDEN).add_(signed)
     for _ in range(2):
-        z = (z ^ _shifted(z, 30)) * _FIRST
-        z = (z ^ _shifted(z, 27)) * _SECOND
-        z = z ^ _shifted(z, 31)
+        z.bitwise_xor_(_shifted(z, 30)).mul_(_FIRST)
+        z.bitwise_xor_(_shifted(z, 27)).mul_(_SECOND)
+        z.bitwise_xor_(_shifted(z, 31))
     return _shifted(z, 1)
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
     """Shift right with zeros from the left; torch shifts signed integers with their sign."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _unit(seed: int, counter: Tensor, stream: int) -> Tensor:
@@ -70,6 +71,32 @@ def _unit(seed: int, counter: Tensor, stream: int) -> Tensor:
 def uniform_in(seed: int, shape: Shape, box: Box, device: Any = None) -> Tensor:
     """Numbers uniformly distributed in [0, 1), in float64, for a box of a tensor."""
     return _unit(seed, places_in(shape, box, device), 0)
+
+
+def is_at_least(
+    p: float, seed: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any = None
+) -> Tensor:
+    """Whether each number of `uniform_in` is at least `p`: ones and zeros of a dtype.
+
+    Computed for a small part of the box at a time, since it takes three integers of 64 bits for
+    each number.
+
+    >>> bool(is_at_least(0.0, 1, (2, 3), ((0, 1), (0, 3)), torch.bool).all())
+    True
+    """
+    if not shape:
+        return is_at_least(p, seed, (1,), ((0, 1),), dtype, device)[0]
+    rows = places_in(shape[:-1], box[:-1], device) * shape[-1]
+    found = torch.empty((*rows.shape, box[-1][1] - box[-1][0]), dtype=dtype, device=device)
+    rows, least = rows.reshape(-1, 1), math.ceil(p * 2**53)
+    width = max(_AT_ONCE, found.shape[-1] // 32)
+    count = max(_AT_ONCE // max(1, min(width, found.shape[-1])), len(rows) // 32, 1)
+    strips = found.view(len(rows), found.shape[-1]).split(width, 1)
+    columns = torch.arange(*box[-1], device=device).split(width)
+    for some, strip in zip(columns, strips, strict=True):
+        for first, part in zip(rows.split(count), strip.split(count), strict=True):
+            part.copy_((bits(seed, first + some, 0) >> 10) >= least)
+    return found
 
 
 def uniform(seed: int, layout: Layout, dtype: torch.dtype, device: Any = None) -> Tensor:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -349,6 +350,32 @@ def test_a_ring_needs_less_memory_than_gathered_keys(run: Run) -> None:
     ring, gathered = (max(run(peak_of, way, shape, nprocs=4)) for way in ("ring", "gather"))
     # the result, gradients 3, a block 2, the next one 2, terms 3, those on their way back 2
     assert ring < 14 < gathered
+
+
+def scores_at_once(dtype: torch.dtype, **settings: Any) -> float:
+    """What a step in a ring has at once, in blocks of scores."""
+    shape, workers = (1, 2, 4096, 4), tessel.world().size
+    layout = row(shape, 2)
+    parts = [layout.local_part(values(shape, k)).to(dtype).requires_grad_() for k in range(3)]
+
+    def step() -> None:
+        operands = [tessel.from_local(x, layout) for x in parts]
+        y: Any = F.scaled_dot_product_attention(*operands, **settings)
+        torch.autograd.grad(y.local, parts, parts[0].detach())
+
+    with only("ring"):
+        step()  # what is kept between calls is there
+        with count_memory() as memory:
+            step()
+    return memory.peak / (shape[1] * (shape[2] // workers) ** 2 * dtype.itemsize)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dropout_needs_few_tensors_of_scores(run: Run, dtype: torch.dtype, is_causal: bool) -> None:
+    found = run(partial(scores_at_once, dtype, dropout_p=0.3, is_causal=is_causal), nprocs=4)
+    # weights, their gradients and the factors of dropout; and the parts of this worker
+    assert max(found) < 3.7
 
 
 def bytes_of(way: str, shape: Shape, is_causal: bool) -> tuple[int, int, int]:

@@ -90,6 +90,32 @@ def _without_arrays(key: Any) -> Any:
     return _without_array(key)
 
 
+def _on_device_of(x: torch.Tensor, key: Any) -> Any:
+    """A key with its indices and masks on the device of a tensor; torch also takes those of a CPU.
+
+    Those without dimensions are left, since they are read as numbers.
+    """
+    if x.device.type == "cpu":
+        return key
+    if isinstance(key, tuple):
+        return tuple(_there(each, x.device) for each in key)
+    return _there(key, x.device)
+
+
+def _there(item: Any, device: torch.device) -> Any:
+    """An index on a device, if it is a tensor on the CPU or a list of integers."""
+    item = _index_of(item, device)
+    is_away = isinstance(item, torch.Tensor) and item.dim() and item.device.type == "cpu"
+    return item.to(device) if is_away else item
+
+
+def _index_of(item: Any, device: Any = None) -> Any:
+    """A list of integers as a tensor; anything else as it is."""
+    if isinstance(item, list | tuple | range) and all(map(_is_number, item)):
+        return torch.tensor([as_int(each) for each in item], dtype=torch.int64, device=device)
+    return item
+
+
 _SEQUENCES = (list, tuple, range, np.ndarray)
 _IN_KEYS = (*_SEQUENCES, torch.Tensor, slice, type(None), type(...))
 
@@ -121,8 +147,7 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
     """
     items: list[Any] = []
     for item in key if isinstance(key, tuple) else [key]:
-        if isinstance(item, list | tuple | range) and all(map(_is_number, item)):
-            item = torch.tensor([as_int(each) for each in item], dtype=torch.int64)
+        item = _index_of(item)
         is_index = isinstance(item, torch.Tensor) and item.dtype in (torch.int64, torch.int32)
         is_plain = item is None or item is Ellipsis or isinstance(item, slice) or _is_number(item)
         if not is_index and not is_plain:
@@ -164,7 +189,8 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
 @rule("__getitem__")
 def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Slices, integers and new dimensions first, then masks or index tensors."""
-    base, key = args[0], _without_arrays(args[1])
+    base = args[0]
+    key = _on_device_of(base, _without_arrays(args[1]))
     given = key if isinstance(key, tuple) else (key,)
     masks = [k for k, each in enumerate(given) if is_mask(each)]
     if len(masks) > 1 or (masks and any(_is_index(each) for each in given)):
@@ -484,7 +510,8 @@ def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("__setitem__", plain=True)
 def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     """Each worker changes its part; a tensor of values is moved to where it is needed."""
-    x, key, value = args[0], _without_arrays(args[1]), args[2]
+    x, value = args[0], args[2]
+    key = _on_device_of(x, _without_arrays(args[1]))
     if not isinstance(x, Tensor):
         layouts = held_layouts(args)
         if all(each.is_whole for each in layouts):
@@ -688,6 +715,7 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Write values at indices of the first dimensions, or add them."""
     x, layout = args[0], args[0]._layout
     given = dict(zip(("indices", "values", "accumulate"), args[1:], strict=False)) | kwargs
+    given["indices"] = _on_device_of(x, tuple(given["indices"]))
     if any(map(is_mask, given["indices"])) and given.get("accumulate", False):
         given["indices"] = _with_places(given["indices"], layout)
     if any(map(is_mask, given["indices"])):
@@ -696,7 +724,7 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             "values"
         ]
         return y
-    items = _items(name, tuple(given["indices"]), layout)
+    items = _items(name, given["indices"], layout)
     if not any(isinstance(each, torch.Tensor) for each in items):
         raise unsupported(name, "index tensors are needed", layout)
     there, region, key = _places(x, items)

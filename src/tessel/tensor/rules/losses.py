@@ -336,7 +336,7 @@ def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     part = applied(lambda *parts: F.ctc_loss(*parts, **settings), operands, plan, x.dtype)
     losses: torch.Tensor = made(part, plan.result)
     if reduction == "mean":
-        losses = losses / lengths[1].clamp_min(1)
+        losses = losses / lengths[1].clamp_min(1).to(losses.device)
     return _reduced(losses[0] if given["log_probs"].dim() == 2 else losses, reduction)
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
+from tessel.tensor.autocasting import is_shortened
 from tessel.tensor.overlapped_linear import can_overlap, multiply_part, takes_steps
 from tessel.tensor.rules.reductions import argument, without
 from tessel.tensor.table import (
@@ -372,7 +373,7 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         beta, alpha = int(beta), int(alpha)  # as in functions that do not raise
     found = found if alpha == 1 else alpha * found
     found = found if beta == 0 else found + (x if beta == 1 else beta * x)
-    return as_autocast(found) if name in ("addmm", "addbmm", "baddbmm") else found
+    return as_autocast(found) if is_shortened(name, found.device.type) else found
 
 
 def bias_of(bias: torch.Tensor, terms: Layout, dim: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.counter_random import normal, uniform, whole_numbers
+from tessel.tensor.counter_random import is_at_least, normal, uniform, whole_numbers
 from tessel.tensor.gathering import gathered, may_gather, say
 from tessel.tensor.rules.batched import holds_anywhere
 from tessel.tensor.rules.pointwise import changed, check_change, is_in_place, pointwise
@@ -257,11 +257,14 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return (target, everything) if name == "native_dropout" else target
     of_channels = name.startswith("feature") or name[-1] == "d"
     at = _features(layout, 0 if is_single else 1) if of_channels else layout
-    kept = _even(at, x.device) >= p
+    seed, box = common_number(at.partition, None, x.device), at.box()
+    kept = torch.empty(0, dtype=torch.bool, device=x.device)
+    if box is not None:
+        kept = is_at_least(p, seed, at.shape, box, torch.bool, x.device)
     scale, is_alpha = 1 / (1 - p) if p < 1 else 0.0, "alpha" in name
     if is_alpha and p < 1:
         scale = 1 / math.sqrt((_SATURATION**2 * p + 1) * (1 - p))
-    factors = kept.to(x.dtype) * scale
+    factors = kept.to(x.dtype).mul_(scale)
     terms = None
     if is_alpha:
         # the terms for values that stay, and for those that are dropped; as tensors, since for two
