@@ -465,6 +465,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
         PartLoader(dataset, sampler=sampler)
     sampler = torch.utils.data.DistributedSampler(range(5), 1, 0, shuffle=False)  # type: ignore[arg-type]
     assert len(list(PartLoader(dataset, sampler=sampler))) == 5
+    loader = PartLoader(dataset)
+    with pytest.raises(ValueError, match=r"expected what state_dict\(\) returns, .* no 'length'"):
+        loader.load_state_dict({"seed": 0, "epoch": 0, "taken": 0, "shuffle": False, "order": None})
     with pytest.raises(IndexError, match="there are 5 samples, got 7"):
         list(PartLoader(dataset, sampler=[1, 7]))
     with pytest.raises(IndexError):

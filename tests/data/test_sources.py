@@ -220,6 +220,15 @@ def test_what_is_no_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     hdf5(tmp_path)
     with pytest.raises(ValueError, match="pass key="):
         len(FromArray(tmp_path / "a.h5"))
+    with pytest.raises(ValueError, match=r"a\.h5 has no dataset 'it': .* key= of one \(in\)"):
+        len(FromArray(tmp_path / "a.h5", key="it"))
+    zarr.open_group(tmp_path / "b.zarr", mode="w").create_array("in/x", data=values((3, 2)))
+    with pytest.raises(ValueError, match=r"b\.zarr is a group: pass the key= .* \(in\)"):
+        len(FromArray(tmp_path / "b.zarr"))
+    with pytest.raises(ValueError, match=r"b\.zarr, in, is a group: .* \(x\)"):
+        len(FromArray(tmp_path / "b.zarr", key="in"))
+    with pytest.raises(FileNotFoundError):
+        len(FromArray(tmp_path / "b.zarr", key="it"))
     with pytest.raises(ValueError, match="holds one array"):
         len(FromArray(npy(tmp_path), key="x"))
     with pytest.raises(TypeError, match="a view of a memmap"):

@@ -168,6 +168,28 @@ def rows_of_a_mesh() -> None:
         Partition.from_mesh(wrong)
 
 
+def other_calls() -> None:
+    """What is wrong on one worker raises on all, before anything of another call is read."""
+    world = tessel.world()
+    mesh = init_device_mesh("cpu", (world.size,))
+    with pytest.raises(
+        TypeError, match=r"expected a torch\.distributed\.DeviceMesh, got 3 on worker 1"
+    ):
+        Partition.from_mesh(3 if world.rank == 1 else mesh)
+    with pytest.raises(
+        ValueError, match=r"worker 0 calls Partition\.from_mesh, worker 1 calls tessel"
+    ):
+        if world.rank == 1:
+            tessel.spread(torch.ones(2), world)
+        else:
+            Partition.from_mesh(mesh)
+    assert Partition.from_mesh(mesh) == world
+
+
+def test_one_worker_passes_no_mesh(run: Run) -> None:
+    run(other_calls, nprocs=2)
+
+
 def test_rows_of_a_mesh(run: Run) -> None:
     run(rows_of_a_mesh, nprocs=4)
 

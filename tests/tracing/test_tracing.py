@@ -387,6 +387,32 @@ def test_an_exception_of_all_leaves_what_there_is(run: Run, tmp_path: Path, work
     run(train, str(path), nprocs=workers)  # and the next one works
 
 
+def one_leaves(path: str) -> str:
+    """Worker 1 leaves the block by an exception, and goes on with another call."""
+    P = tessel.world()
+    with pytest.raises(ValueError) as error:
+        if P.rank == 1:
+            with pytest.raises(KeyError), tessel.trace(path):
+                raise KeyError("data")
+            tessel.spread(torch.ones(2), P)
+        else:
+            with tessel.trace(path):
+                pass
+    return str(error.value)
+
+
+def test_a_worker_that_leaves_alone_is_named_on_all(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    begin = time.monotonic()
+    one, other = run(one_leaves, str(path), nprocs=2)
+    assert time.monotonic() - begin < 20.0  # nobody waits for a time limit
+    assert one == other and "worker 0 calls the end of tessel.trace" in one
+    assert "worker 1 calls tessel.spread" in one
+    assert {*read(loaded(path)).workers} == {0, 1}  # each has written its part
+    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+    run(train, str(path), nprocs=2)  # and the next one works
+
+
 def dying(path: str) -> str:
     model, x = converted()
     model(x)

@@ -337,6 +337,25 @@ def test_tasks_that_cannot_meet_raise(environ: dict[str, str], text: str) -> Non
         find_job(environ)
 
 
+LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("variables", [OF_OPEN_MPI, OF_MPICH, OF_SRUN, OF_FLUX])
+def test_a_world_of_one_that_was_left_over_raises(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (variables | LEFT_OVER).items():
+        monkeypatch.setenv(name, value)
+    for reads in (tessel.world, world.launched_as, world.launched_task):
+        with pytest.raises(ValueError, match=r"WORLD_SIZE is 1, but .* says 4; unset RANK"):
+            reads()
+    # as torchrun starts it in each task, or as one is asked for
+    for name, value in (("TORCHELASTIC_RUN_ID", "7"), ("TESSEL_LAUNCHER", "none")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert world.launched_task() == (0, 1)
+
+
 def test_pbs_lists_its_hosts_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("r1i0n3\nr1i0n3\nr1i0n7\n")
     job = find_job(OF_OPEN_MPI | SEVERAL_HOSTS | {"PBS_NODEFILE": str(tmp_path / "nodes")})

@@ -188,6 +188,15 @@ def end_alone() -> None:
         summed(torch.ones(3))
 
 
+def load_instead_of_a_backward() -> None:
+    """Workers agree at the end of a block of Tessel's, in which Python's own code is called."""
+    y = summed(torch.ones(3, requires_grad=True))
+    if tessel.world().rank == LOST:
+        y.sum().backward()
+    else:
+        tessel.load("nowhere")
+
+
 def gather_for_the_first() -> None:
     """Only the first worker has the result, and derives it."""
     W = tessel.world()
@@ -215,6 +224,7 @@ FAULTS: dict[Callable[[], None], tuple[str, ...]] = {  # and what is said of eac
     catch_in_a_saved_tensor_hook: WAITS,
     fail_in_a_thread: WAITS,
     end_alone: ENDED,
+    load_instead_of_a_backward: ("worker 0 waits in tessel.load (call 2, test_waiting.py:",),
     gather_for_the_first: ("call 1",),
 }
 ALONE = (end_alone, skip_the_last_backward)  # where the lost worker makes no further call

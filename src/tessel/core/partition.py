@@ -9,8 +9,6 @@ from itertools import product
 from operator import index as as_int
 from typing import Any, Self
 
-import torch
-
 from tessel import transport
 from tessel.core import boxes
 
@@ -157,13 +155,9 @@ class Partition:
         Raises:
             ValueError: if rows of different workers overlap.
         """
-        numbers = getattr(mesh, "mesh", None)
-        if not isinstance(numbers, torch.Tensor):
-            raise TypeError(f"from_mesh: expected a torch.distributed.DeviceMesh, got {mesh!r}")
-        ranks, shape = tuple(numbers.flatten().tolist()), tuple(numbers.shape)
         # In each call: workers may remember different rows, and must give the same answer.
-        everyone = transport.group_of(range(transport.num_workers()))
-        rows = sorted({*everyone.share_objects(ranks)})
+        rows = transport.rows_of_meshes(mesh)
+        ranks, shape = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape)
         if len({worker for row in rows for worker in row}) < sum(map(len, rows)):
             raise ValueError(
                 "from_mesh: expected the same mesh on all workers, or rows of one mesh that do "

@@ -106,6 +106,10 @@ class PartSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration resume where `state_dict` was called; all workers must do so."""
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise ValueError(
+                f"PartSampler: expected what state_dict() returns, but there is no {missing[0]!r}"
+            )
         for name in ("length", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ValueError(

@@ -287,12 +287,27 @@ def open_file(path: str, key: str | None) -> Any:
         missing = FileNotFoundError if not Path(path).exists() else ValueError
         raise missing(f"{path}: expected an array in a file {kinds}; pass a function that opens it")
     zarr: Any = needed("zarr", path)
-    return zarr.open_array(path, path=key or "", mode="r")
+    found = zarr.open(path, path=key or "", mode="r")
+    if isinstance(found, zarr.Group):
+        place = f"{path}, {key}," if key else path
+        raise ValueError(f"{place} is a group: pass the key= of an array in it ({names_in(found)})")
+    return found
 
 
 def _open_hdf5(path: str, key: str) -> Any:
     h5py: Any = needed("h5py", path)
-    return h5py.File(path, "r")[key]
+    file = h5py.File(path, "r")
+    if key not in file:
+        names = names_in(file)
+        file.close()
+        raise ValueError(f"{path} has no dataset {key!r}: pass the key= of one ({names})")
+    return file[key]
+
+
+def names_in(group: Iterable[str]) -> str:
+    """The names in a group of a file, for errors; a few of many."""
+    names = sorted(group)
+    return ", ".join([*names[:8], *["…"] * (len(names) > 8)]) or "there is none"
 
 
 def needed(package: str, path: object) -> Any:

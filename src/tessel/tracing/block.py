@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tessel import transport
-from tessel.core.agreement import tell
+from tessel.core.agreement import agree, tell
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition, world
@@ -95,6 +95,7 @@ class TracedBlock:
         if not wrong and self.worker == 0:
             wrong = why_not(self.path)
         mine = str(self.path), wrong, secrets.token_hex(8)
+        agree(partition, "tessel.trace")
         said = tell(partition, mine)
         for worker, (_, failure, _) in said.items():
             if failure:
@@ -148,6 +149,7 @@ class TracedBlock:
             self._write_part(part)
             return
         try:
+            agree(world(), "the end of tessel.trace")
             self._compare_clocks()
             part["clock"] = self.clock
             said = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
@@ -161,6 +163,9 @@ class TracedBlock:
             # This worker has completed its work: the next call of the job raises the same error.
             self._write_part(part)
             return
+        except ValueError:  # others make another call, and raise as well
+            self._write_part(part)
+            raise
         if self.worker == 0:
             pieces = flat.split(lengths)
             parts = [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
@@ -308,7 +313,7 @@ def _write_program(block: TracedBlock, error: BaseException | None) -> None:
             block.end_together()
         else:
             block.end_alone()
-    except OSError as failure:  # the program itself has done its work
+    except (OSError, ValueError) as failure:  # the program itself has done its work
         print(f"tessel: the trace {block.path} cannot be written: {failure}", file=sys.stderr)
 
 

@@ -39,6 +39,7 @@ from tessel.transport.job import start as start
 from tessel.transport.job import total_traffic as total_traffic
 from tessel.transport.job import when_joined as when_joined
 from tessel.transport.mesh import mesh_of as mesh_of
+from tessel.transport.mesh import rows_of_meshes as rows_of_meshes
 from tessel.transport.reading import is_pinned as is_pinned
 from tessel.transport.traffic import Traffic as Traffic
 from tessel.transport.wire import share_over as share_over

@@ -336,6 +336,22 @@ def _check_alone(environ: Environ) -> None:
             )
 
 
+def check_world_of_one(environ: Environ) -> None:
+    """Raise if WORLD_SIZE is 1, as left over from another program, in one of several tasks.
+
+    torchrun and tessel run, which set WORLD_SIZE themselves, may start a worker in each task.
+    """
+    if environ["WORLD_SIZE"].strip() != "1" or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    launcher = find_launcher(environ)
+    workers = None if launcher is None else task_of(environ, launcher)[1]
+    if launcher is not None and workers is not None and workers > 1:
+        raise ValueError(
+            f"WORLD_SIZE is 1, but {launcher.command} says {workers}; unset RANK and WORLD_SIZE, "
+            f"or {_WAY_OUT}"
+        )
+
+
 def task_of(environ: Environ, launcher: Launcher) -> tuple[int | None, int | None]:
     """The number of this task and the number of tasks, by the launcher's variables."""
     return _number(environ, launcher.rank), _number(environ, launcher.workers)

@@ -39,6 +39,7 @@ BEATS, BEATS_OF_WIRE = 2, 6
 MANY = 8  # workers whose status is read in each tick
 LEVELS = ("warning", "info")
 _HERE = str(Path(__file__).parents[1]) + os.sep
+_BETWEEN = (threading.__file__, contextlib.__file__)  # modules of Python that call those of others
 _log = logging.getLogger("tessel")
 
 
@@ -114,7 +115,7 @@ class Wait:
             if not operator and hasattr(values.get("self"), "codomain"):
                 operator = repr(values["self"])
             is_library = path.startswith(("<", _HERE)) or f"{os.sep}torch{os.sep}" in path
-            if not line and not is_library and path != threading.__file__:
+            if not line and not is_library and path not in _BETWEEN:
                 line = f"{os.path.basename(path)}:{frame.f_lineno}"
             frame = frame.f_back
         return what or operator or "an exchange", line

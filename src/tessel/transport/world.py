@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tessel.limits import time_limit
 from tessel.settings import warn_of_unknown, whole_number
-from tessel.transport.launchers import find_job, meet, own_interface
+from tessel.transport.launchers import check_world_of_one, find_job, meet, own_interface
 
 CAN_BE_DISTRIBUTED = dist.is_available()  # torch may be built without it
 
@@ -45,6 +45,7 @@ def launched_as() -> str | None:
     """
     rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is not None and workers is not None:
+        check_world_of_one(os.environ)
         return f"RANK and WORLD_SIZE: worker {rank} of {workers}"
     job = find_job(os.environ)
     return None if job is None else str(job)
@@ -55,6 +56,7 @@ def launched_task() -> tuple[int, int]:
     if is_distributed():
         return this_worker(), num_workers()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        check_world_of_one(os.environ)
         return whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
     job = find_job(os.environ)
     return (0, 1) if job is None else (job.rank, job.workers)
@@ -89,6 +91,8 @@ def join(backend: str | None = None) -> bool:
             _places[_key()] = _LauncherStore(
                 store, job.rank, job.workers, binds_gpus=job.binds_gpus
             )
+    else:
+        check_world_of_one(os.environ)
     warn_of_unknown()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
