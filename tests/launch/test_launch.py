@@ -608,6 +608,24 @@ def test_large_tensors_of_workers_lie_in_huge_pages(
         assert found > 2**25 if asks else found < 2**25
 
 
+@pytest.mark.skipif(not has_huge_pages(), reason="this system gives no huge pages")
+@pytest.mark.parametrize(("program", "asks"), [
+    ("tessel.world(); torch.ones(3)", True),
+    ("torch.ones(3); tessel.world()", False),  # as documented: torch asks no more
+])  # fmt: skip
+def test_large_tensors_of_other_processes_do_if_the_world_is_first(
+    program: str, asks: bool
+) -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(ALLOCATION)}
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import torch, tessel; {program}\n"
+        "from test_launch import huge_pages_of_a_tensor; print(huge_pages_of_a_tensor())"
+    )
+    found = subprocess.check_output([sys.executable, "-c", code], env=own, timeout=60)
+    assert (int(found) > 2**25) == asks
+
+
 def test_an_unknown_allocator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESSEL_ALLOCATOR", "hoard")
     with pytest.raises(ValueError, match="TESSEL_ALLOCATOR must be one of keep, system"):

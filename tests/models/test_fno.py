@@ -20,6 +20,7 @@ from parity import close, values, vjps
 from tessel import Layout, Partition
 from tessel.models import FNO
 from tessel.nn import DistributedMSELoss
+from tessel.operators.local_transform import chosen_library
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -443,6 +444,21 @@ def attempt(call: str) -> str:
     model = case.model()
     assert model(good).shape == (1, 3, 4, 8)
     return text
+
+
+def said_of_a_library() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TESSEL_FFT", "fftpack" if tessel.world().rank == 1 else "torch")
+        chosen_library.cache_clear()
+        with pytest.raises(ValueError) as raised:
+            FNO(tessel.world().create_cartesian_topology_partition([1, 1, 2]), 1, 1, 2, 2)
+    chosen_library.cache_clear()
+    return str(raised.value)
+
+
+def test_all_workers_raise_where_one_cannot_use_its_library(run: Run) -> None:
+    first, second = run(said_of_a_library, nprocs=2)
+    assert first == second and "TESSEL_FFT must be one of" in first
 
 
 def no_grad(model: FNO, x: Tensor) -> Tensor:

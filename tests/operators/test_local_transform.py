@@ -236,6 +236,37 @@ def test_workers_may_use_different_libraries(run: Any, library: str) -> None:
     run(transform_by, library, nprocs=2)
 
 
+def said_of(name: str) -> list[str]:
+    """What is raised where the last worker cannot use its library, and where none can."""
+    F = tessel.kron(tessel.ParDFT(torch.complex64, 2), tessel.ParDFT(torch.complex64, 4))
+    spread = tessel.distribute(F, [tessel.world().size, 1])  # the last part is empty
+    part, said = torch.ones(spread.layout_in.local_shape) + 0j, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pyfftw", None)  # as if it were not installed
+        local_transform._imported.cache_clear()
+        for wrong in ({2}, {0, 1, 2}):
+            choose(name if tessel.world().rank in wrong else "torch", patch)
+            with pytest.raises(ValueError) as raised:
+                spread * part
+            said.append(str(raised.value))
+        choose("torch", patch)
+        assert torch.allclose(spread.H * (spread * part), 8 * part)
+        choose(name, patch)  # other operators do not ask for it
+        tessel.distribute(tessel.ParDCT(torch.float32, 6), [3]) * torch.ones(2)
+    local_transform._imported.cache_clear()
+    local_transform.chosen_library.cache_clear()
+    return said
+
+
+@pytest.mark.parametrize("name", ["fftpack", "fftw"])
+def test_all_workers_raise_where_one_cannot_use_its_library(run: Any, name: str) -> None:
+    first, *others = run(said_of, name, nprocs=3)
+    assert others == [first] * 2
+    reason = "TESSEL_FFT must be one of" if name == "fftpack" else "TESSEL_FFT=fftw needs the"
+    assert "worker 2 calls" in first[0] and f"a wrong library: {reason}" in first[0]
+    assert first[1].startswith(reason)
+
+
 def test_nothing_is_imported_before_it_is_needed() -> None:
     code = (
         "import sys, tessel, torch; tessel.ParDFT(torch.complex64, 4) * (torch.ones(4) + 0j); "

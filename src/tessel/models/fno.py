@@ -29,6 +29,7 @@ from tessel.models.weights import Mixing, SpectralWeight
 from tessel.nn import buckets
 from tessel.nn.layer import AgreedInput, ComputingLayer, Result, needs_of, parts_agreement
 from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
+from tessel.operators.local_transform import flaw_of_choice
 from tessel.operators.space import COMPLEX_OF, Shape, checked_length
 from tessel.state import clip_grad_norm_
 from tessel.transport import kept_in_job
@@ -111,7 +112,10 @@ class FNO(ComputingLayer, torch.nn.Module):
         if kind not in COMPLEX_OF:
             raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
         checked_length("FNO", "blocks", blocks)
-        self.agree_on_form(blocks=blocks, modes=str(self.modes), dtype=kind)
+        # a worker that cannot use its library for transforms would raise alone in a call
+        flaw = flaw_of_choice()
+        wrong = {"library": flaw} if flaw else {}
+        self.agree_on_form(blocks=blocks, modes=str(self.modes), dtype=kind, **wrong)
         usual = usual_convolution(P_x, self.width, self.modes, kind).operator
         # The seed of the first worker, so that all have the same parameters for any random seeds.
         seed = usual.agreed_number(int(torch.randint(2**62, (), device="cpu")))

@@ -28,6 +28,7 @@ from tessel.core.layout import Layout
 from tessel.core.linop import Entering, agreed_in_graphs, is_traced
 from tessel.core.partition import Partition, world
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
+from tessel.operators.dft import ParDFT
 from tessel.operators.execution import BatchColumns, TensorFunction, program
 from tessel.operators.explanation import Explanation, explain
 from tessel.operators.input_shape import InputShape
@@ -43,6 +44,7 @@ from tessel.operators.layouts import (
     without_ones,
 )
 from tessel.operators.leaf import Leaf
+from tessel.operators.local_transform import flaw_of_choice
 from tessel.operators.matrices import ParIdentity
 from tessel.operators.memory import MemoryOrder
 from tessel.operators.parameters import Parameters, find_values, own_values
@@ -196,6 +198,9 @@ class Distributed(HasHandle, ParOperator):
             columns, meta, form = self._conclude(shapes, meta)
         else:
             state = self._state(theta) if self.leaves else ""
+            flaw = flaw_of_choice() if self._transforms and not is_traced() and x.is_cpu else ""
+            if flaw:  # perhaps of this worker alone: all must raise, before any of them waits
+                state += f"{', ' * bool(state)}a wrong library: {flaw}"
             if state not in self._agreements:
                 label = f"{self._label} with {state}" if state else self._label
                 ends = self.plan.source, self.plan.target
@@ -210,6 +215,8 @@ class Distributed(HasHandle, ParOperator):
                 )
             else:
                 columns, meta, form = agreement.agree_on(x)
+            if flaw:
+                raise ValueError(flaw)
         values = find_values(self, theta) if self.leaves else {}
         for leaf, value in values.items():
             if value.device.type != meta.device:
@@ -272,6 +279,14 @@ class Distributed(HasHandle, ParOperator):
             need = ", which needs a gradient" if needs_grad else ""
             words.append(f"{part} of {leaf} on {value.device.type}{need}")
         return ", ".join(words)
+
+    @cached_property
+    def _transforms(self) -> bool:
+        """Whether workers transform parts, by a library that each of them chooses."""
+        operators: list[ParOperator] = [self]
+        for each in operators:
+            operators += each.children()
+        return any(isinstance(each, ParDFT) for each in operators)
 
     @cached_property
     def _is_active(self) -> bool:

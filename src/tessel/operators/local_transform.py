@@ -48,6 +48,16 @@ def chosen_library() -> str:
     return chosen(VARIABLE, LIBRARIES)
 
 
+def flaw_of_choice() -> str:
+    """Why the library that TESSEL_FFT names cannot be used by this worker; empty if it can."""
+    try:
+        if (choice := chosen_library()) in _MODULES:
+            _imported(choice)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @dataclass(frozen=True)
 class LocalTransform:
     """Transforms along several dimensions in one call.
