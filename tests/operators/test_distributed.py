@@ -7,6 +7,7 @@ Tests `operators/distributed.py`, `operators/execution.py`, `operators/layouts.p
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, cast
@@ -1048,6 +1049,36 @@ def after_an_error() -> None:
 
 def test_an_error_leaves_nothing_behind(run: Run) -> None:
     run(after_an_error, nprocs=2, timeout=SECONDS)
+
+
+def test_a_single_worker_is_checked_in_every_call() -> None:
+    """What follows from a shape is remembered: other shapes, dtypes and derivatives are not it."""
+    S = distribute(tessel.kron(ParMatrix(F64, 3, 4), ParIdentity(F64, 2)), [1, 1])
+    theta = tessel.init(S)
+    (weight,), x = theta.values(), values((4, 2), F64, 1)
+    batch, vector = values((4, 2, 5), F64, 2), x.reshape(-1)
+    for _ in range(2):
+        close("product", S(theta) * x, weight @ x)
+        close("batch", S(theta) * batch, torch.einsum("ij,jbk->ibk", weight, batch))
+        close("vec", S(theta) * vector, (weight @ x).reshape(-1))
+        for wrong, text in (
+            (x.float(), "expected a tensor of torch.float64, got torch.float32"),
+            (x[:3], "expected a tensor of shape (4, 2)"),
+            (x.to("meta"), "is on cpu, x on meta"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(text)):
+                S(theta) * wrong
+    learned = x.clone().requires_grad_()
+    (S(theta) * learned).sum().backward()
+    close("gradient", learned.grad, weight.sum(0)[:, None].expand(4, 2))
+    _, tangent = torch.func.jvp(lambda x: S(theta) * x, (x,), (x,))
+    close("tangent", tangent, weight @ x)
+
+
+def test_an_identity_of_one_worker_gives_a_tensor_of_its_own() -> None:
+    x = values((3, 2), F64, 1).requires_grad_()
+    y = distribute(tessel.kron(ParIdentity(F64, 3), ParIdentity(F64, 2)), [1, 1]) * x
+    assert y is not x and not y.is_leaf and torch.equal(y, x)
 
 
 def plans_are_the_same() -> str:

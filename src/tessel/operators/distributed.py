@@ -15,7 +15,6 @@ from torch import Tensor
 from tessel import transport
 from tessel.core.agreement import (
     Agreement,
-    Signature,
     TensorMeta,
     agree,
     entered,
@@ -46,7 +45,7 @@ from tessel.operators.layouts import (
 from tessel.operators.leaf import Leaf
 from tessel.operators.local_transform import flaw_of_choice
 from tessel.operators.matrices import ParIdentity
-from tessel.operators.memory import MemoryOrder
+from tessel.operators.memory import MemoryOrder, in_shape
 from tessel.operators.parameters import Parameters, find_values, own_values
 from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
@@ -191,11 +190,14 @@ class Distributed(HasHandle, ParOperator):
         if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
         again: Callable[[], AgreedCall] | None = None  # the agreement in each run of compiled code
-        if len(self.partition.ranks) == 1:  # no agreement is needed
-            own = Signature.of(x)
-            meta = TensorMeta(x.dtype, x.device.type, own.needs_grad, own.has_tangent)
-            shapes = {transport.this_worker(): tuple(x.shape)}
-            columns, meta, form = self._conclude(shapes, meta)
+        if len(self.partition.ranks) == 1:  # no agreement is needed, nor a gradient of others
+            key = tuple(map(int, x.shape)), x.dtype, x.device.type  # symbols are no keys
+            concluded = self._concluded.get(key)
+            if concluded is None:
+                shapes = {transport.this_worker(): key[0]}
+                concluded = self._conclude(shapes, TensorMeta(*key[1:], False, False))
+                remember(self._concluded, key, concluded)
+            columns, meta, form = concluded
         else:
             state = self._state(theta) if self.leaves else ""
             flaw = flaw_of_choice() if self._transforms and not is_traced() and x.is_cpu else ""
@@ -224,7 +226,7 @@ class Distributed(HasHandle, ParOperator):
         x = entered(x, meta)
         # If workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
-        x = x.reshape(*form.shape, *batch)
+        x = in_shape(x, (*form.shape, *batch))
         if again is not None:
             place, told = partial(with_batch, self.plan.source), again
             agrees = self._label, self.prepare(), lambda _: place(told()[0])
@@ -296,6 +298,10 @@ class Distributed(HasHandle, ParOperator):
     @cached_property
     def _agreements(self) -> dict[str, Agreement[AgreedCall]]:
         return {}
+
+    @cached_property
+    def _concluded(self) -> dict[tuple[Shape, torch.dtype, str], AgreedCall]:
+        return {}  # by the shape, the dtype and the device of the tensor of a single worker
 
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> AgreedCall:
         if meta.dtype != self.domain.dtype:

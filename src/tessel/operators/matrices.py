@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tessel.operators.leaf import Leaf
-from tessel.operators.memory import inverse_of, order_of
+from tessel.operators.memory import in_order, in_shape, inverse_of, order_of
 from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 
 
@@ -101,9 +101,9 @@ class ParMatrix(Leaf):
         assert value is not None
         matrix = (value.mH if self.is_adjoint else value).to(x.dtype)
         order = order_of(x)
-        rows, at = x.permute(order), order.index(first)
+        rows, at = in_order(x, order), order.index(first)
         before, behind = rows.shape[:at], rows.shape[at + 1 :]
-        flat = rows.reshape(before.numel(), rows.shape[at], behind.numel())
+        flat = in_shape(rows, (before.numel(), rows.shape[at], behind.numel()))
         if self.is_inverse:
             # `solve` would raise for a singular matrix, maybe on one worker alone.
             result = torch.linalg.solve_ex(matrix, flat).result
@@ -111,8 +111,8 @@ class ParMatrix(Leaf):
             result = (flat.squeeze(-1) @ matrix.mT).unsqueeze(-1)
         else:
             result = matrix @ flat
-        result = result.reshape(*before, result.shape[1], *behind)
-        return result.permute(inverse_of(order))
+        result = in_shape(result, (*before, result.shape[1], *behind))
+        return in_order(result, inverse_of(order))
 
     def miniature(self) -> Leaf:
         return self._shrunk(ParMatrix(self.source.dtype, 1, 1))

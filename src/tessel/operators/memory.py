@@ -25,3 +25,16 @@ def inverse_of(order: MemoryOrder) -> MemoryOrder:
     (1, 2, 0)
     """
     return tuple(order.index(dim) for dim in range(len(order)))
+
+
+def in_order(x: Tensor, order: MemoryOrder) -> Tensor:
+    """The tensor with its dimensions in this order; the tensor itself if they are in it.
+
+    Each view is a node of autograd's graph, which takes its time both forward and backward.
+    """
+    return x if order == tuple(range(x.dim())) else x.permute(order)
+
+
+def in_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in this shape; the tensor itself if it has it."""
+    return x if x.shape == shape else x.reshape(shape)
