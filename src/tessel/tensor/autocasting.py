@@ -137,13 +137,20 @@ def may_matter(name: str) -> bool:
 def _is_one_kernel(operator: str) -> bool:
     """Whether torch has an operator of this name that does not consist of others."""
     packet = getattr(torch.ops.aten, operator, None)
-    if packet is None:
-        return False
-    names = (f"aten::{operator}.{each}".removesuffix(".default") for each in packet.overloads())
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return not any(
-        has_kernel(each, "CompositeImplicitAutograd") for each in names if "names" not in each
+    overloads = [] if packet is None else packet.overloads()
+    # those with names of dimensions always consist of others
+    return bool(overloads) and not any(
+        _consists_of_others(f"aten::{operator}.{each}".removesuffix(".default"))
+        for each in overloads
+        if "names" not in each
     )
+
+
+def _consists_of_others(overload: str) -> bool:
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(overload, "CompositeImplicitAutograd")
+    except RuntimeError:  # only TorchScript has it
+        return False
 
 
 def device_of(args: Arguments, kwargs: Settings) -> str:
