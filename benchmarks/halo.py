@@ -8,7 +8,8 @@ Tessel is `Move.apply` without gradients, which makes a new result each time. mp
 numpy into buffers that were made before, has persistent messages to all neighbours at once,
 corners included, and copies the interior while they travel; Gloo gets the same messages by hand
 from torch.distributed. "mpi4py in place" is the exchange alone, of a block that lies in a bordered
-array already: what a program does that needs no new tensor. heat (`get_halo`) splits one dimension
+array already: what a program does that needs no new tensor; "Tessel in place" does so by `out=`,
+whose interior is the block. heat (`get_halo`) splits one dimension
 only; PyLops-MPI is its MPIHalo, which pads with zeros at the border of the whole.
 
     benchmarks/setup_peers.sh   # once
@@ -52,16 +53,34 @@ def checked(step: Callable[[], Tensor], expected: Tensor) -> Step:
     return step
 
 
-def by_tessel(settings: Settings) -> Step:
-    here, x, expected = prepared(settings)
+def layouts(here: Neighbourhood) -> tuple[tessel.Layout, tessel.Layout]:
+    """Of blocks, and of blocks with their borders."""
     P = tessel.world().create_cartesian_topology_partition(here.grid)
     whole = [size * n for size, n in zip(here.grid, here.shape, strict=True)]
     blocks = tessel.Layout.balanced(P, whole)
-    move = tessel.Move(blocks, blocks.grow([(h, h) for h in here.halo]))
+    return blocks, blocks.grow([(h, h) for h in here.halo])
+
+
+def by_tessel(settings: Settings) -> Step:
+    here, x, expected = prepared(settings)
+    move = tessel.Move(*layouts(here))
 
     @torch.no_grad()
     def step() -> Tensor:
         return move.apply(x)
+
+    return checked(step, expected)
+
+
+def by_tessel_in_place(settings: Settings) -> Step:
+    here, x, expected = prepared(settings)
+    blocks, grown = layouts(here)
+    move, y = tessel.Move(blocks, grown), torch.zeros(here.grown)
+    inner = y[here.inner].copy_(x)
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        return move.apply(inner, out=y)
 
     return checked(step, expected)
 
@@ -126,6 +145,7 @@ CLAIM = Claim(
         OnWorkers("Tessel", by_tessel, split=True),
         UnderMpi("mpi4py", "halo_mpi.py"),
         OnWorkers("Gloo", by_gloo),
+        OnWorkers("Tessel in place", by_tessel_in_place),
         UnderMpi("mpi4py in place", "halo_mpi.py", arguments=("in place",)),
         UnderMpi("heat", "halo_heat_mpi.py", "peers", has_one_split),
         UnderMpi("PyLops-MPI", "halo_pylops_mpi.py", "peers"),
@@ -133,7 +153,7 @@ CLAIM = Claim(
     rounds=6,
     note="""The result is the block with its border: Tessel (Move.apply), heat and PyLops-MPI make
     a new one each time, mpi4py and Gloo write into one that was made before; "in place" only the
-    border is exchanged and nothing else is copied.""",
+    border is exchanged and nothing else is copied (Tessel with `out=`).""",
 )
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
 """Movements with `out`: values as without it, the same memory again, errors on all workers.
 
-Tests `primitives/movement.py`, `primitives/slices.py`, `primitives/repartition.py`.
+Tests `primitives/movement.py`, `primitives/slices.py`, `primitives/repartition.py`, `core/move.py`.
 """
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tessel
 from movements import MOVEMENTS, assert_close, case, me, mine
-from tessel import nn
+from tessel import Layout, Move, nn
 
 Run = Callable[..., list[Any]]
 
@@ -135,3 +138,77 @@ def compiled() -> str:
 @pytest.mark.slow
 def test_compilers_are_told_that_they_cannot(run: Run) -> None:
     assert all("with `out` cannot be compiled" in said for said in run(compiled, nprocs=2))
+
+
+def halo(size: int) -> tuple[Move, Layout, Layout]:
+    """One row of each neighbour beside this worker's rows."""
+    world = tessel.world()
+    rows = Layout.split(world, (4 * world.size, size), [0, None])
+    grown = rows.grow([(1, 1), (0, 0)])
+    return Move(rows, grown), rows, grown
+
+
+def interior(y: Tensor, rows: Layout, grown: Layout) -> Tensor:
+    (start, stop), (first, _) = rows.box()[0], grown.box()[0]  # type: ignore[index]
+    return y[start - first : stop - first]
+
+
+def again_and_again(size: int) -> None:
+    """A halo into one tensor, in place and from elsewhere, in turns and in every kind of memory."""
+    move, rows, grown = halo(size)
+    shape = grown.local_shape
+    wide = torch.zeros(shape[0], 2 * size, dtype=torch.float64)
+    spare = torch.zeros(2 * shape[0] * size + 7, dtype=torch.float64)
+    shifted = spare[7 : 7 + shape[0] * size].view(shape)  # inputs that it overlaps, not in place
+    outs = {
+        "contiguous": torch.zeros(shape, dtype=torch.float64),
+        "columns": wide[:, ::2],
+        "transposed": torch.zeros(shape[::-1], dtype=torch.float64).T,
+        "shifted": shifted,
+    }
+    for turn in range(3):
+        for name, out in outs.items():
+            for kind in ("in place", "elsewhere", "overlapping", "float32", "gradient", "in place"):
+                whole = torch.arange(4.0 * tessel.world().size * size, dtype=torch.float64)
+                whole = (whole + 100 * turn).view(-1, size)
+                own, expected = rows.local_part(whole), grown.local_part(whole)
+                y, x = out, own.clone()
+                if kind == "in place":
+                    y.zero_()
+                    x = interior(y, rows, grown).copy_(own)
+                elif kind == "overlapping":
+                    if name != "shifted":
+                        continue
+                    x = spare[: own.numel()].view(own.shape).copy_(own)
+                elif kind == "float32":
+                    y, x, expected = torch.zeros(shape), x.float(), expected.float()
+                elif kind == "gradient":
+                    with pytest.raises(ValueError, match="automatic differentiation"):
+                        move.apply(x.requires_grad_(), out=y)
+                    continue
+                version = y._version
+                assert move.apply(x, out=y) is y
+                assert y._version > version
+                assert torch.equal(y, expected), (turn, name, kind)
+    with pytest.raises(ValueError, match="expected"):
+        move.apply(rows.local_part(whole)[:1], out=outs["contiguous"])
+
+
+@pytest.mark.parametrize("size", [3, 3000])
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_moves_that_are_made_again_into_a_tensor(run: Run, nprocs: int, size: int) -> None:
+    run(again_and_again, size, nprocs=nprocs)
+
+
+def copied() -> None:
+    """Copies of a move that knows how tensors lie."""
+    move, rows, grown = halo(5)
+    out = torch.zeros(grown.local_shape)
+    for each in (move, copy.copy(move), copy.deepcopy(move), pickle.loads(pickle.dumps(move))):
+        for _ in range(2):
+            each.apply(torch.ones(rows.local_shape), out=out.zero_())
+            assert torch.equal(out, torch.ones(grown.local_shape))
+
+
+def test_copies_of_such_moves(run: Run) -> None:
+    run(copied, nprocs=2)

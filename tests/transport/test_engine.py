@@ -748,18 +748,19 @@ def test_what_repeats_is_freed_and_belongs_to_its_process(run: Run) -> None:
 kept: list[tuple[Move, torch.Tensor]] = []  # of the first job of this process
 
 
-def of_the_first_job() -> str:
+def of_the_first_job(into: bool = False) -> str:
     """A move without an agreement, which nothing but the engine looks at; or its error."""
     tessel.world()
     if not kept:
         kept.append(whole_sum_of(5))
     move, x = kept[0]
+    out = torch.zeros_like(x) if into else None
     try:
         for _ in range(3):
-            assert torch.equal(move.apply(x), x * transport.num_workers())
+            assert torch.equal(move.apply(x, out=out), x * transport.num_workers())
     except RuntimeError as error:
         return str(error)
-    assert move._again is not None
+    assert move._into if into else move._again is not None
     return ""
 
 
@@ -774,12 +775,13 @@ def in_another_job() -> bool:
 
 
 @repeats_exchanges
-def test_what_outlives_its_job_writes_to_nobody() -> None:
+@pytest.mark.parametrize("into", [False, True])
+def test_what_outlives_its_job_writes_to_nobody(into: bool) -> None:
     """The memory of the others is gone: to repeat an exchange there would end the process."""
     with Workers(2) as workers:
-        assert workers.run(of_the_first_job) == ["", ""]
+        assert workers.run(of_the_first_job, into) == ["", ""]
         assert workers.run(in_another_job, nprocs=3) == [True] * 3
-        for said in workers.run(of_the_first_job):
+        for said in workers.run(of_the_first_job, into):
             assert "they belong to a job that this process has left" in said
         assert workers.run(in_another_job) == [True] * 2
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from tessel import transport
 from tessel.core.agreement import Signature, TensorMeta, remember
 from tessel.core.boxes import Region
-from tessel.core.context import is_compiling
+from tessel.core.context import in_transform, is_compiling
 from tessel.core.graph import placed
 from tessel.core.hierarchy import route
 from tessel.core.layout import Layout, Shape
@@ -116,6 +117,8 @@ class Move(LinearOperator):
         if out is not None:
             if is_compiling():
                 raise NotImplementedError("a movement with `out` cannot be compiled; omit `out`")
+            if meta is None and (lies := self._lies(x, out)) in self._into:
+                return self._apply_into(x, out, self._into[lies])
             self.prepare()
             if not self.takes_part:
                 return out
@@ -137,13 +140,17 @@ class Move(LinearOperator):
                 return y if type(y) is Tensor else self.stages[-1].finish_again(x, *y)
         return super().apply(x, meta)
 
-    def _apply_into(self, x: Tensor, out: Tensor) -> Tensor:
+    def _apply_into(self, x: Tensor, out: Tensor, is_there: bool | None = None) -> Tensor:
         """Nothing is allocated, and what is in its place already is not copied.
 
         That is so for the root's tensor in a broadcast, if it is passed as `out`, too, and for the
-        interior of the output of a halo exchange.
+        interior of the output of a halo exchange. `is_there` says whether x is in its place, if a
+        call before has found out.
         """
         *first, last = self.stages
+        if is_there is not None and last._follow(x, last._room(x, out), is_there):
+            torch.autograd.graph.increment_version(out)
+            return out
         with torch.no_grad():
             if not self.codomain.partition.active:  # nothing comes
                 self._apply(x)
@@ -157,14 +164,35 @@ class Move(LinearOperator):
             ):
                 return out.copy_(self._apply(x))
             room = out.view(last.plan.target_shape)
-            if not _meet(x, out):
+            meets = _meet(x, out)
+            if not meets:
                 self._through_stages(x, room)
             elif not first and last.has_there(x, room):
                 last.complete(last._room(x, room), x)
             else:  # others read x while this worker would write to it
                 return out.copy_(self._apply(x))
+            if self._is_one_exchange and (lies := self._lies(x, out)) is not None:
+                remember(self._into, lies, meets)
         torch.autograd.graph.increment_version(out)  # as torch does when it writes in place
         return out
+
+    @cached_property
+    def _into(self) -> dict[Any, bool]:
+        """How tensors lay for which the move wrote into one; whether the input was in its place."""
+        return {}
+
+    def _lies(self, x: Tensor, out: Tensor) -> Any:
+        """How an input and a tensor for the output lie, and where to each other if they meet.
+
+        None if they might be more than their values, as they are for autograd and in transforms.
+        """
+        kinds = type(x), type(out)
+        if kinds != (Tensor, Tensor) or x.requires_grad or out.requires_grad or in_transform():
+            return None
+        if not (is_plain(x) and is_plain(out)):
+            return None
+        apart = out.data_ptr() - x.data_ptr() if _meet(x, out) else None
+        return x.dtype, x.shape, x.stride(), out.dtype, out.shape, out.stride(), apart
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
