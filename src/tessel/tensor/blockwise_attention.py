@@ -173,8 +173,10 @@ class BlockwiseAttention:
         """Torch's kernel for a tile, if it supports it."""
         if self.scores.dropout is not None or not FlashKernel.takes(q, v):
             return None
+        if self.scores.is_causal and self.scores.scale <= 0:
+            return None  # it scales -inf where a query does not see a key
         k, v = self.scores.of_heads(k), self.scores.of_heads(v)
-        if q.shape[:2] != self.batch or k.shape[:2] != self.batch or v.shape[:2] != self.batch:
+        if any(each.shape[:-2] != self.batch for each in (q, k, v)):
             return None
         is_diagonal = self.scores.is_causal and tile.columns[1] - 1 > tile.rows[0]
         return FlashKernel(q, k, v, mask, is_diagonal, self.scores.scale)
