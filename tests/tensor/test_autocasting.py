@@ -183,6 +183,11 @@ def test_operators_are_cast_as_in_lists_of_torch() -> None:
         assert not listed(macro) & (autocasting._SHORTER | in_widest)
 
 
+def test_methods_of_all_objects_are_no_operators() -> None:
+    for name in ("__reduce_ex__", "__format__", "__eq__", "__iter__"):
+        assert not autocasting.may_matter(name)
+
+
 @pytest.mark.parametrize("share", range(SHARES))
 def test_all_functions_have_the_dtypes_of_one_process(run: Run, share: int) -> None:
     counts = run(check_cases, "cpu", share, nprocs=3)
