@@ -271,6 +271,30 @@ def test_a_scale_that_is_not_positive(run: Run, way: str, scale: float) -> None:
     run(check_scale, way, scale, nprocs=3)  # one process has NaN, by torch's kernel for CPUs
 
 
+def check_padding(way: str, value: float) -> None:
+    """Queries for which a mask has a large number at all keys, as of padding, see all alike."""
+    shape, mask = (1, 2, 9, 4), torch.zeros(9, 9)
+    mask[2:5] = value
+    layout = Layout.split(tessel.world(), shape, [None, None, 0, None])
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        plain = [values(shape, k).to(dtype) for k in range(3)]
+        ours, theirs = ([x.clone().requires_grad_() for x in plain] for _ in range(2))
+        with only(way):
+            y: Any = F.scaled_dot_product_attention(*(tessel.spread(x, layout) for x in ours), mask)
+        z = F.scaled_dot_product_attention(*theirs, mask)
+        weights = values(shape, 9).to(dtype)
+        found = torch.autograd.grad((y * weights).sum(), ours)
+        expected = torch.autograd.grad((z * weights).sum(), theirs)
+        for a, b in zip((y.full(), *found), (z, *expected), strict=True):
+            assert (a - b).abs().max() <= tolerance * b.abs().max(), (dtype, a - b)
+
+
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+def test_masks_of_large_numbers(run: Run, way: str, value: float) -> None:
+    run(check_padding, way, value, nprocs=3)
+
+
 def check_shared_heads(heads: int, groups: int, is_causal: bool) -> None:
     partition = Partition((0, 1, 2, 3), (2, 2))
     shapes = [(1, heads, 9, 4), *[(1, heads // groups, 9, 4)] * 2]
