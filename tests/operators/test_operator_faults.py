@@ -77,6 +77,11 @@ def other_ranges() -> str:
     return text_of(lambda: S * torch.ones(3, dtype=T))
 
 
+def no_tensor_on_one() -> str:
+    F: Any = distribute(ParDFT(C, 6), [2])  # workers also agree on its library
+    return text_of(lambda: F.apply(torch.ones(3, dtype=C) if me() else None))
+
+
 def no_grad_on_one() -> str:
     P = tessel.world().create_cartesian_topology_partition([1, 1, 2])
     model = FNO(P, 1, 1, width=2, modes=2, blocks=1, dtype=T)
@@ -101,6 +106,7 @@ def no_grad_on_one_layer() -> str:
         theta_of_another_order,
         theta_elsewhere,
         other_ranges,
+        no_tensor_on_one,
         no_grad_on_one,
         no_grad_on_one_layer,
     ],

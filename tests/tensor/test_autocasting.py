@@ -75,6 +75,35 @@ def test_dtypes_are_those_of_one_process(run: Run, name: str, nprocs: int) -> No
     run(check, name, nprocs=nprocs)
 
 
+# functions that write into `out`, whose operands torch does not cast
+WRITTEN: dict[str, Callable[[Any, Any], Any]] = {
+    "mm": lambda x, out: torch.mm(x, shaped((6, 4)), out=out),
+    "matmul": lambda x, out: torch.matmul(x, shaped((6, 4)), out=out),
+    "addmm": lambda x, out: torch.addmm(shaped((4,)), x, shaped((6, 4)), out=out),
+    "linear": lambda x, out: torch._C._nn.linear(x, shaped((4, 6)), out=out),
+    "vecdot": lambda x, out: torch.linalg.vecdot(x, shaped((8, 6)), out=out[:, 0] * 1),
+}
+
+
+def check_written(name: str) -> None:
+    """All digits of float32, and an error where dtypes differ."""
+    plain, write = shaped((8, 6), 7), WRITTEN[name]
+    expected = write(plain, torch.empty(8, 4))
+    for dim in range(2):
+        x = tessel.spread(plain, Layout.split(tessel.world(), (8, 6), [(0, None), (None, 0)][dim]))
+        out = torch.empty_like(x[:, :4])
+        with torch.autocast("cpu", torch.bfloat16):
+            found = write(x, out)
+            with pytest.raises((RuntimeError, ValueError)):
+                write(x.bfloat16(), out)
+        assert torch.allclose(found.full(), expected, 1e-5, 1e-5), (dim, found.full() - expected)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_operands_are_not_cast_for_an_output(run: Run, name: str) -> None:
+    run(check_written, name, nprocs=2)
+
+
 SHARES = 4  # tests of all cases, each with some of them
 SHORT = (torch.float16, torch.bfloat16)
 EXCEPT = (
@@ -152,6 +181,11 @@ def test_operators_are_cast_as_in_lists_of_torch() -> None:
     for macro in ("AT_FORALL_FP32", "AT_FORALL_FP32_SET_OPT_DTYPE"):
         assert len(listed(macro)) > 5
         assert not listed(macro) & (autocasting._SHORTER | in_widest)
+
+
+def test_methods_of_all_objects_are_no_operators() -> None:
+    for name in ("__reduce_ex__", "__format__", "__eq__", "__iter__"):
+        assert not autocasting.may_matter(name)
 
 
 @pytest.mark.parametrize("share", range(SHARES))

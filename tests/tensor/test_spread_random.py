@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tessel
@@ -438,6 +439,24 @@ def test_numbers_that_are_at_least_p(shape: tuple[int, ...], p: float) -> None:
             found = is_at_least(p, 7, shape, box, dtype)
             assert found.dtype == dtype
             assert torch.equal(found > 0, uniform_in(7, shape, box) >= p)
+
+
+class Calls(TorchDispatchMode):
+    """How many operators are called."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_devices_compute_more_numbers_at_once() -> None:
+    """Tensors without values stand for those of a GPU, where each operator launches a kernel."""
+    box = ((0, 1024), (0, 1024))
+    with Calls() as calls:
+        is_at_least(0.3, 7, (1024, 1024), box, torch.bool, "meta")
+    assert calls.count < 60
 
 
 def peak_of_dropout() -> float:

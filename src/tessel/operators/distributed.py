@@ -200,7 +200,9 @@ class Distributed(HasHandle, ParOperator):
             columns, meta, form = concluded
         else:
             state = self._state(theta) if self.leaves else ""
-            flaw = flaw_of_choice() if self._transforms and not is_traced() and x.is_cpu else ""
+            # what is no tensor raises in the agreement, on all workers
+            transforms = self._transforms and isinstance(x, Tensor) and x.is_cpu
+            flaw = flaw_of_choice() if transforms and not is_traced() else ""
             if flaw:  # perhaps of this worker alone: all must raise, before any of them waits
                 state += f"{', ' * bool(state)}a wrong library: {flaw}"
             if state not in self._agreements:

@@ -16,6 +16,7 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
+from torch._ops import OpOverloadPacket
 
 from tessel.tensor.table import Arguments, Settings, mapped, named, tensors
 
@@ -136,8 +137,8 @@ def may_matter(name: str) -> bool:
 @cache
 def _is_one_kernel(operator: str) -> bool:
     """Whether torch has an operator of this name that does not consist of others."""
-    packet = getattr(torch.ops.aten, operator, None)
-    overloads = [] if packet is None else packet.overloads()
+    packet = getattr(torch.ops.aten, operator, None)  # or a method that all objects have
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
     # those with names of dimensions always consist of others
     return bool(overloads) and not any(
         _consists_of_others(f"aten::{operator}.{each}".removesuffix(".default"))

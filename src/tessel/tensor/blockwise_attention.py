@@ -34,6 +34,8 @@ from tessel.tensor.counter_random import is_at_least
 from tessel.tensor.table import widened
 from tessel.transport import Group
 
+_FAR = -256.0  # a logarithm of a sum has four digits beside this number in float32
+
 
 @dataclass(frozen=True)
 class Dropout:
@@ -137,35 +139,48 @@ class BlockwiseAttention:
         q, k, v, mask = (None if x is None else x.detach() for x in xs)
         assert q is not None and v is not None
         rows = (*self.batch, q.shape[-2])
-        logarithm = widened(q).new_full((*rows, 1), -math.inf)
-        found = logarithm.new_zeros((*rows, v.shape[-1]))
+        most = widened(q).new_full((*rows, 1), -math.inf)
+        total, found = torch.zeros_like(most), most.new_zeros((*rows, v.shape[-1]))
         for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
-                old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
+                state = [ROWS.piece(x, tile) for x in (most, total, found)]
                 # without a name for the result, which would live while the next tile is computed
-                self._merge(old, out, *self._attended(tile, *pieces_of(held, self.operands, tile)))
+                self._merge(*state, *self._attended(tile, *pieces_of(held, self.operands, tile)))
+        found.div_(total.masked_fill(total == 0, 1))
+        logarithm = most.add_(total.log_())
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
 
     @staticmethod
-    def _merge(old: Tensor, out: Tensor, more: Tensor, sums: Tensor) -> None:
-        """Merge the attention to more keys, with its logarithms, into that to earlier ones."""
-        new = torch.logaddexp(old, sums)
+    def _merge(
+        most: Tensor, total: Tensor, out: Tensor, more: Tensor, sums: Tensor, count: Tensor | float
+    ) -> None:
+        """Merge the attention to more keys into that to earlier ones.
+
+        Largest scores and sums relative to them are separate: where all scores are -1e9, as of
+        padding, a logarithm of the sum has no digits for the number of keys.
+        """
+        new = torch.maximum(most, sums)
         # where nothing is seen yet both are -inf, and their difference is NaN
         base = new.masked_fill(new == -math.inf, 0)
-        out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
-        old.copy_(new)
+        before, after = (most - base).exp_(), (sums - base).exp_().mul_(count)
+        out.mul_(before).add_(more.mul_(after))
+        total.mul_(before).add_(after)
+        most.copy_(new)
 
     def _attended(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-        """The attention to the keys of a tile, and the logarithm of the sum of exponentials."""
+        """The attention to the keys of a tile, the largest scores, and the sums relative to them.
+
+        Torch's kernel gives only the logarithms of the sums: they count as the largest scores.
+        """
         kernel = self._kernel(tile, q, k, v, mask)
         if kernel is not None:
-            return kernel.attended()
+            return *kernel.attended(), 1.0
         scores = self.scores(tile, q, k, mask)
         most = scores.amax(-1, keepdim=True)
         weights = scores.sub_(most.masked_fill(most == -math.inf, 0)).exp_()
         total = weights.sum(-1, keepdim=True)
         weights = self.scores.dropped(tile, weights.div_(total.masked_fill(total == 0, 1)))
-        return weights @ widened(self.scores.of_heads(v)), most + total.log_()
+        return weights @ widened(self.scores.of_heads(v)), most, total
 
     def _kernel(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
@@ -173,8 +188,14 @@ class BlockwiseAttention:
         """Torch's kernel for a tile, if it supports it."""
         if self.scores.dropout is not None or not FlashKernel.takes(q, v):
             return None
+        if self.scores.is_causal and self.scores.scale <= 0:
+            return None  # it scales -inf where a query does not see a key
+        if mask is not None and mask.is_floating_point():
+            largest = mask.amax(-1)
+            if ((largest < _FAR) & (largest > -math.inf)).any():
+                return None  # its logarithms would have few digits
         k, v = self.scores.of_heads(k), self.scores.of_heads(v)
-        if q.shape[:2] != self.batch or k.shape[:2] != self.batch or v.shape[:2] != self.batch:
+        if any(each.shape[:-2] != self.batch for each in (q, k, v)):
             return None
         is_diagonal = self.scores.is_causal and tile.columns[1] - 1 > tile.rows[0]
         return FlashKernel(q, k, v, mask, is_diagonal, self.scores.scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -401,7 +402,10 @@ def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             f"but one of the arguments requires grad."
         )
     is_spread = next(spread_among(args, rest), None) is not None
-    result = follow(name, func, args, rest) if is_spread else func(*args, **rest)
+    device = autocasting.device_of(args, kwargs)
+    # autocast casts no operands of functions that write into `out`
+    with torch.autocast(device, enabled=False) if device else nullcontext():
+        result = follow(name, func, args, rest) if is_spread else func(*args, **rest)
     found = list(tensors(result))
     for each, target in zip(found, targets, strict=True):
         if each.shape != target.shape:

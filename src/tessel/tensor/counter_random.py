@@ -16,7 +16,9 @@ from torch import Tensor
 from tessel.core.boxes import Box
 from tessel.core.layout import Layout, Shape
 
-_AT_ONCE = 2**16  # numbers for which it is not worthwhile to compute fewer at a time
+# numbers for which it is not worthwhile to compute fewer at a time; fewer kernels are launched if a
+# GPU computes more, since each takes longer to launch than to run for so few
+_AT_ONCE, _AT_ONCE_ON_GPUS = 2**16, 2**22
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
@@ -89,8 +91,9 @@ def is_at_least(
     rows = places_in(shape[:-1], box[:-1], device) * shape[-1]
     found = torch.empty((*rows.shape, box[-1][1] - box[-1][0]), dtype=dtype, device=device)
     rows, least = rows.reshape(-1, 1), math.ceil(p * 2**53)
-    width = max(_AT_ONCE, found.shape[-1] // 32)
-    count = max(_AT_ONCE // max(1, min(width, found.shape[-1])), len(rows) // 32, 1)
+    at_once = _AT_ONCE if found.is_cpu else _AT_ONCE_ON_GPUS
+    width = max(at_once, found.shape[-1] // 32)
+    count = max(at_once // max(1, min(width, found.shape[-1])), len(rows) // 32, 1)
     strips = found.view(len(rows), found.shape[-1]).split(width, 1)
     columns = torch.arange(*box[-1], device=device).split(width)
     for some, strip in zip(columns, strips, strict=True):

@@ -102,18 +102,22 @@ def written_out(case: Case, seed: int, q: Tensor, k: Tensor, v: Tensor, *rest: T
     nothing = (scores == -math.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
     if case.p:
+        batch = torch.broadcast_shapes(weights.shape[:-2], v.shape[:-2])
+        weights = weights.expand(*batch, *weights.shape[-2:])
         box = tuple((0, n) for n in weights.shape)
         weights = weights * (uniform_in(seed, tuple(weights.shape), box) >= case.p) / (1 - case.p)
     return weights @ v
 
 
 def derived(y: Any, leaves: Sequence[Tensor], order: int) -> list[Tensor]:
-    """Gradients of a weighted sum, and of the squares of these."""
-    grads = torch.autograd.grad((y * values(tuple(y.shape), 50)).sum(), leaves, create_graph=True)
+    """Gradients of a weighted sum, without and with a graph of their own, and of their squares."""
+    total = (y * values(tuple(y.shape), 50)).sum()
+    found = [*torch.autograd.grad(total, leaves, retain_graph=True)]
     if order == 1:
-        return list(grads)
+        return found
+    grads = torch.autograd.grad(total, leaves, create_graph=True)
     squares: Any = sum(each.square().sum() for each in grads)
-    return [*grads, *torch.autograd.grad(squares, leaves)]
+    return [*found, *grads, *torch.autograd.grad(squares, leaves)]
 
 
 def check(case: Case, order: int = 2) -> str:
@@ -212,6 +216,83 @@ def check_drawn(way: str, first: int, count: int) -> int:
 def test_drawn_calls(run: Run, nprocs: int, way: str) -> None:
     went = run(check_drawn, way, 1000 * nprocs, repeats(48), nprocs=nprocs, timeout=100)[0]
     assert nprocs == 1 or went > 1
+
+
+# the way, the shapes of q, k and v, the number of the operand that is split, its parts, and p
+BATCHES: dict[str, tuple[str, tuple[Shape, ...], int, list[list[int]], float]] = {
+    **{
+        f"a batch of values alone, dropout {p}": (
+            *("queries", ((1, 2, 2, 4), (1, 2, 8, 4), (2, 2, 8, 4))),
+            *(2, [[2], [2], [3, 0, 5], [4]], p),
+        )
+        for p in (0.0, 0.4)
+    },
+    "as many heads and keys as batches and heads": (
+        *("gather", ((1, 1, 6, 2), (1, 1, 2), (1, 1, 1, 2))),
+        *(0, [[1], [1], [3, 1, 2], [2]], 0.0),
+    ),
+    "no keys": (
+        *("local", ((3, 1, 5, 2), (1, 1, 1, 0, 2), (1, 1, 0, 2))),
+        *(0, [[1, 0, 2], [1], [5], [2]], 0.0),
+    ),
+    "dropout without queries": (
+        *("queries", ((3, 1, 0, 4), (3, 1, 1, 8, 4), (3, 3, 1, 8, 2))),
+        *(2, [[3], [3], [1], [1, 5, 2], [2]], 0.4),
+    ),
+}
+
+
+def check_batches(name: str) -> None:
+    way, shapes, number, lengths, p = BATCHES[name]
+    partition = Partition((0, 1, 2), tuple(map(len, lengths)))
+    layout = Layout.from_lengths(partition, lengths)
+    layouts = tuple(layout if k == number else None for k in range(3))
+    with only(way) as chosen:
+        found = check(Case(shapes, layouts, p=p))
+    assert chosen == [way] and not found, f"{chosen}: {found}"
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_some_operands_have(run: Run, name: str) -> None:
+    run(check_batches, name, nprocs=3)
+
+
+def check_scale(way: str, scale: float) -> None:
+    shape = (1, 2, 9, 4)
+    layouts = (Layout.split(tessel.world(), shape, [None, None, 0, None]),) * 3
+    with only(way) as chosen:
+        found = check(Case((shape,) * 3, layouts, is_causal=True, scale=scale))
+    assert chosen == [way] and not found, found
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_a_scale_that_is_not_positive(run: Run, way: str, scale: float) -> None:
+    run(check_scale, way, scale, nprocs=3)  # one process has NaN, by torch's kernel for CPUs
+
+
+def check_padding(way: str, value: float) -> None:
+    """Queries for which a mask has a large number at all keys, as of padding, see all alike."""
+    shape, mask = (1, 2, 9, 4), torch.zeros(9, 9)
+    mask[2:5] = value
+    layout = Layout.split(tessel.world(), shape, [None, None, 0, None])
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        plain = [values(shape, k).to(dtype) for k in range(3)]
+        ours, theirs = ([x.clone().requires_grad_() for x in plain] for _ in range(2))
+        with only(way):
+            y: Any = F.scaled_dot_product_attention(*(tessel.spread(x, layout) for x in ours), mask)
+        z = F.scaled_dot_product_attention(*theirs, mask)
+        weights = values(shape, 9).to(dtype)
+        found = torch.autograd.grad((y * weights).sum(), ours)
+        expected = torch.autograd.grad((z * weights).sum(), theirs)
+        for a, b in zip((y.full(), *found), (z, *expected), strict=True):
+            assert (a - b).abs().max() <= tolerance * b.abs().max(), (dtype, a - b)
+
+
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+def test_masks_of_large_numbers(run: Run, way: str, value: float) -> None:
+    run(check_padding, way, value, nprocs=3)
 
 
 def check_shared_heads(heads: int, groups: int, is_causal: bool) -> None:

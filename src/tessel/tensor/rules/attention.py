@@ -145,7 +145,7 @@ class _AttentionCall:
             heads = tuple(head // self.groups - first for head in range(*box[-3]))
         if self.p > 0:
             lengths = (self.operands[0].shape[-2], self.operands[1].shape[-2])
-            dropout = Dropout(self.p, self.seed, (*self.shape[:-2], *lengths), box[:-2])
+            dropout = Dropout(self.p, self.seed, (*layout.shape[:-2], *lengths), box[:-2])
         return Scores(self.scale, self.is_causal, heads, dropout)
 
     def _blockwise(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -160,9 +160,9 @@ class _AttentionCall:
         """Attention to all keys that queries see, by torch's own function."""
         plan = self.plan
         shape = plan.results[0].local_shape
-        is_empty = 0 in shape or not all(part.numel() for part in parts)
-        if is_empty and all(each.numel() for each in self.operands):
-            # torch rejects some empty tensors, and treats others as constants in derivatives
+        if 0 in shape or not self.operands[1].shape[-2]:
+            # Torch rejects some empty tensors, treats others as constants in derivatives, and
+            # returns zeros without dimensions that only keys or values have.
             real = [each for each in parts if each.is_floating_point()]
             return anchored_zeros(shape, *real).to(parts[0].dtype)
         q, k, v, *rest = parts
@@ -195,6 +195,8 @@ class _AttentionCall:
         scores, columns = self._scores(), schedule.block(schedule.place, 0)
         tile = Tile(0, (0, q.shape[-2]), 0, columns)
         found = scores(tile, q, k, rest[0] if rest else None)
+        # values may have batch dimensions that neither queries nor keys have
+        found = found.expand(*plan.results[0].local_shape[:-2], *found.shape[-2:])
         batch = plan.results[0].shape[:-2]
         cuts = plan.results[0].cuts[:-2]
         with torch.no_grad():  # the result does not depend on the base of the exponents
