@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -347,6 +348,26 @@ def compiled_inside(used: Used) -> None:
     assert {*ran} == chosen and frames["total"] > 0, (ran, frames)
 
 
+@cache
+def torch_convolves_rightly() -> bool:
+    """Whether torch's convolutions of few values in bfloat16 are finite whatever is in free memory.
+
+    On some processors the gradient of a weight reads memory that nothing was written to.
+    """
+    right = True
+    for _ in range(50):
+        for kind in (torch.bfloat16, torch.float32):
+            junk = [torch.full((2**k,), math.nan, dtype=kind) for k in range(6, 18)]
+            del junk
+        for size, depth, length in ((32, 2, 1), (64, 2, 2), (32, 1, 4), (64, 1, 2)):
+            x = torch.ones(1, size, depth, length, length, dtype=torch.bfloat16)
+            weight = torch.ones(size, size, 3, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+            y = torch.nn.functional.conv3d(x, weight, padding=(1, 0, 0))
+            (grad,) = torch.autograd.grad(y.float().sum(), weight)
+            right = right and bool(y.isfinite().all() and grad.isfinite().all())
+    return right
+
+
 def in_halves(used: Used) -> None:
     """Autocast and a scaled loss: the same dtypes, and no more rounding than in one process."""
     alone = used.alone(lambda: halved(used, used.made(), used.inputs))
@@ -362,9 +383,10 @@ def in_halves(used: Used) -> None:
         for name, each in one.items():
             assert each.dtype == other[name].dtype, name
             found, known = other[name].to(true[name].dtype), each.to(true[name].dtype)
-            if not known.isfinite().all():  # of torch's own convolutions of few values
+            are_finite = known.isfinite().all() and found.isfinite().all()
+            if not are_finite and not torch_convolves_rightly():
                 continue
-            assert found.isfinite().all(), name
+            assert are_finite, name
             scale = float(true[name].detach().norm()) + 1e-2 * largest
             ours, theirs = (float((x - true[name]).norm()) / scale for x in (found, known))
             assert ours <= 3 * theirs + 0.15, f"{name}: {ours:.1e}, {theirs:.1e} in one process"
