@@ -171,7 +171,7 @@ def listed(macro: str) -> set[str]:
 
 def test_operators_are_cast_as_in_lists_of_torch() -> None:
     """On GPUs, which a machine without one cannot try."""
-    in_widest = autocasting._WIDEST | autocasting._WIDEST_ON["cuda"]
+    in_widest = autocasting._WIDEST["cuda"]
     for macro, others in (
         ("AT_FORALL_LOWER_PRECISION_FP", autocasting._SHORTER),
         ("AT_FORALL_PROMOTE", in_widest),

@@ -34,15 +34,17 @@ _SHORTER = frozenset(
         *("rnn_relu_cell", "rnn_tanh_cell"),
     )
 )
-# operators that it computes in the widest dtype of their operands, on some devices or on one; all
-# others in float32
-_WIDEST = frozenset(
-    (
-        *("addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "index_copy", "stack"),
-        *("index_put", "scatter_add", "tensordot", "vdot"),
-    )
-)
-_WIDEST_ON = {"cuda": frozenset(("grid_sampler",))}
+# operators that it computes in the widest dtype of their operands, by type of device; all others in
+# float32
+_WIDEST = {
+    "cpu": frozenset(("bilinear", "cat", "index_copy", "stack")),
+    "cuda": frozenset(
+        (
+            *("addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "grid_sampler"),
+            *("index_copy", "index_put", "scatter_add", "stack", "tensordot", "vdot"),
+        )
+    ),
+}
 # operators that it leaves as they are on a device if the caller names a dtype
 _OF_GIVEN_DTYPE = {
     "cuda": frozenset(
@@ -185,7 +187,7 @@ def _operator(name: str, args: Arguments, kwargs: Settings) -> str:
 def cast(name: str, device: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
     """The arguments of a call as torch would cast them; float64 stays."""
     dtype = torch.float32
-    if _operator(name, args, kwargs) in _WIDEST | _WIDEST_ON.get(device, frozenset()):
+    if _operator(name, args, kwargs) in _WIDEST.get(device, ()):
         dtypes = [each.dtype for each in tensors(args, kwargs) if _is_castable(each, device)]
         dtype = reduce(torch.promote_types, dtypes) if dtypes else dtype
 

@@ -212,11 +212,9 @@ class BlockwiseAttention:
         operands = (*self.operands, ROWS, ROWS, ROWS)
         given = (*xs, grad, logarithm, delta)
         if torch.is_grad_enabled():
-            shares, ones = (
-                BlockSum(self.schedule, self._shares, operands, (ROWS,)),
-                [torch.ones_like(logarithm)],
-            )
-            return shares.vjp(ones, (*needs, *[False] * 3), given)[:4]
+            shares = BlockSum(self.schedule, self._shares, operands, (ROWS,))
+            ones = torch.ones_like(logarithm)
+            return shares.vjp([ones], (*needs, *[False] * 3), given)[:4]
         wanted = tuple(k for k, need in enumerate(needs) if need)
         # torch's kernel computes no gradient of a mask, and takes none of the logarithm
         may_use_kernel = of_logarithm is None and 3 not in wanted

@@ -37,15 +37,26 @@ def num_workers() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
+def _has_place() -> bool:
+    """Whether RANK and WORLD_SIZE give this process its place among the workers.
+
+    Raises:
+        ValueError: if they are left over from another program.
+    """
+    has_both = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if has_both:
+        check_world_of_one(os.environ)
+    return has_both
+
+
 def launched_as() -> str | None:
     """The place of this process by the launcher's variables, in words; None for a world of one.
 
     Raises:
         ValueError: as `join` does.
     """
-    rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is not None and workers is not None:
-        check_world_of_one(os.environ)
+    if _has_place():
+        rank, workers = os.environ["RANK"], os.environ["WORLD_SIZE"]
         return f"RANK and WORLD_SIZE: worker {rank} of {workers}"
     job = find_job(os.environ)
     return None if job is None else str(job)
@@ -55,8 +66,7 @@ def launched_task() -> tuple[int, int]:
     """The rank of this process and the number of workers, by its launcher before they meet."""
     if is_distributed():
         return this_worker(), num_workers()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        check_world_of_one(os.environ)
+    if _has_place():
         return whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
     job = find_job(os.environ)
     return (0, 1) if job is None else (job.rank, job.workers)
@@ -75,7 +85,7 @@ def join(backend: str | None = None) -> bool:
     """
     if is_distributed():
         return False
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not _has_place():
         job = find_job(os.environ)
         if job is not None:  # meet the other tasks that srun or mpirun has started
             store = meet(job, time_limit())
@@ -91,10 +101,8 @@ def join(backend: str | None = None) -> bool:
             _places[_key()] = _LauncherStore(
                 store, job.rank, job.workers, binds_gpus=job.binds_gpus
             )
-    else:
-        check_world_of_one(os.environ)
     warn_of_unknown()
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not _has_place():
         return False
     if backend is None:
         backend = "nccl" if _has_own_gpu() else "gloo"

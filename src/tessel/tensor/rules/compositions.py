@@ -95,7 +95,7 @@ def vecdot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Σ conj(x) y along a dimension."""
     x, y = as_autocast(args[0]), as_autocast(argument(args, kwargs, 1, "y"))
     outlines(func, (x, y), kwargs)  # torch's own error
-    with torch.autocast(x.device.type, enabled=False):  # which is done
+    with torch.autocast(x.device.type, enabled=False):  # operands are cast already
         return (x.conj() * y if x.is_complex() else x * y).sum(kwargs.get("dim", -1))
 
 

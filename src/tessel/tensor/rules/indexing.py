@@ -98,22 +98,19 @@ def _on_device_of(x: torch.Tensor, key: Any) -> Any:
     if x.device.type == "cpu":
         return key
     if isinstance(key, tuple):
-        return tuple(_there(each, x.device) for each in key)
-    return _there(key, x.device)
+        return tuple(_index_of(each, x.device) for each in key)
+    return _index_of(key, x.device)
 
 
-def _there(item: Any, device: torch.device) -> Any:
-    """An index on a device, if it is a tensor on the CPU or a list of integers."""
-    item = _index_of(item, device)
-    is_away = isinstance(item, torch.Tensor) and item.dim() and item.device.type == "cpu"
-    return item.to(device) if is_away else item
+_CPU = torch.device("cpu")
 
 
-def _index_of(item: Any, device: Any = None) -> Any:
-    """A list of integers as a tensor; anything else as it is."""
+def _index_of(item: Any, device: torch.device = _CPU) -> Any:
+    """A list of integers, or a tensor on the CPU, as a tensor there; anything else as it is."""
     if isinstance(item, list | tuple | range) and all(map(_is_number, item)):
         return torch.tensor([as_int(each) for each in item], dtype=torch.int64, device=device)
-    return item
+    is_away = isinstance(item, torch.Tensor) and item.dim() > 0 and item.device.type == "cpu"
+    return item.to(device) if is_away and device != _CPU else item
 
 
 _SEQUENCES = (list, tuple, range, np.ndarray)
