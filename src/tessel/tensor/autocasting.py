@@ -74,6 +74,13 @@ _OPERATORS: dict[str, str | Callable[..., str]] = {
     **dict.fromkeys(("l1_loss", "mse_loss"), ""),
     **{f"fft_{name}": "fft_fftn" for name in ("hfft2", "hfftn", "ihfft2", "ihfftn")},
 }
+# functions whose kernels call operators that autocast casts, by type of device
+_WITHIN = {
+    "cuda": {
+        "local_response_norm": "pow",
+        **dict.fromkeys(("matrix_exp", "linalg_matrix_exp", "trace"), "sum"),
+    }
+}
 
 
 def _of_arguments(function: Callable[..., str]) -> Callable[..., str]:
@@ -167,7 +174,7 @@ def device_of(args: Arguments, kwargs: Settings) -> str:
 
 def is_cast(name: str, device: str, args: Arguments, kwargs: Settings) -> bool:
     """Whether autocast casts the operands of a call to float32, or to the widest dtype."""
-    operator = _operator(name, args, kwargs)
+    operator = _operator(name, device, args, kwargs)
     if kwargs.get("dtype") is not None and operator in _OF_GIVEN_DTYPE.get(device, ()):
         return False
     return operator in _known(device) and kwargs.get("out") is None
@@ -175,19 +182,19 @@ def is_cast(name: str, device: str, args: Arguments, kwargs: Settings) -> bool:
 
 def is_left_alone(name: str, device: str, args: Arguments, kwargs: Settings) -> bool:
     """Whether autocast touches neither a function's operands nor anything that it consists of."""
-    operator = _operator(name, args, kwargs)
-    return _is_one_kernel(operator) and operator not in _touched(device)
+    operator = _operator(name, device, args, kwargs)
+    return operator not in _touched(device) and _is_one_kernel(operator)
 
 
-def _operator(name: str, args: Arguments, kwargs: Settings) -> str:
-    found = _OPERATORS.get(name, name)
+def _operator(name: str, device: str, args: Arguments, kwargs: Settings) -> str:
+    found = _WITHIN.get(device, {}).get(name) or _OPERATORS.get(name, name)
     return found if isinstance(found, str) else found(args, kwargs)
 
 
 def cast(name: str, device: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
     """The arguments of a call as torch would cast them; float64 stays."""
     dtype = torch.float32
-    if _operator(name, args, kwargs) in _WIDEST.get(device, ()):
+    if _operator(name, device, args, kwargs) in _WIDEST.get(device, ()):
         dtypes = [each.dtype for each in tensors(args, kwargs) if _is_castable(each, device)]
         dtype = reduce(torch.promote_types, dtypes) if dtypes else dtype
 
