@@ -236,7 +236,7 @@ def predicted(
         nothing = 0, 0, 0.0, 0
         halo = halo_of(call, grid, rates, machine) if call.window else nothing
         num_bytes, neighbours, seconds, dims = halo
-        # Thin parts compute in the time of their output (`tensor/thin_volumes.py`). If several
+        # Thin parts compute in the time of their output (`tensor/small_volumes.py`). If several
         # dimensions have a halo, the part is concatenated with the halos of all but one.
         passed += _COPY * max(0, dims - 1) * given
         once = call.flops * share / rates.matrix + passed * call.itemsize / rates.memory

@@ -23,7 +23,7 @@ from tessel.core.context import is_compiling
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, TouchingWindow, Window
-from tessel.tensor import overlapped_convolution
+from tessel.tensor import overlapped_convolution, small_volumes
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.pointwise_convolution import convolve_pointwise
 from tessel.tensor.rules.products import Contraction, bias_of, operand, summed
@@ -38,7 +38,6 @@ from tessel.tensor.table import (
 )
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import made, opened
-from tessel.tensor.thin_volumes import in_order, order_for, turned, turned_back
 from tessel.tensor.windowed import Numbers, Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 
@@ -458,18 +457,16 @@ def _convolved(
     groups: int | None = None,
 ) -> Tensor:
     groups = settings.groups if groups is None else groups
-    numbers: tuple[Numbers, ...] = (settings.stride, padding, settings.dilation)
+    numbers = settings.stride, padding, settings.dilation
     convolve: Any = _CONVOLUTIONS[settings.num_dims - 1]
     if settings.is_pointwise and x.device.type == "cpu" and not any(padding):
         return convolve_pointwise(convolve, x, weight, bias, settings.stride)
-    order = order_for(x, groups) if settings.num_dims == 3 else None
-    y: Tensor
-    if order is None:
-        y = convolve(x, weight, bias, *numbers, groups)
-        return y
-    numbers = tuple(in_order(each, order) for each in numbers)
-    y = convolve(turned(x, order), turned(weight, order), bias, *numbers, groups)
-    return turned_back(y, order)
+    if settings.num_dims == 3 and groups == 1:
+        found = small_volumes.convolved(convolve, x, weight, bias, numbers)
+        if found is not None:
+            return found
+    y: Tensor = convolve(x, weight, bias, *numbers, groups)
+    return y
 
 
 def _by_strips(

@@ -1,0 +1,212 @@
+"""Small volumes, which torch convolves slowly: by oneDNN, or in another order of dimensions.
+
+Tests `tensor/small_volumes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.utils.flop_counter import FlopCounterMode
+
+import tessel
+from tessel.tensor import small_volumes
+
+Run = Callable[..., list[Any]]
+THIN = (1, 8, 4, 48, 56)  # 8·4·48 is small, 8·48·56 is not
+
+
+def test_which_are_turned() -> None:
+    assert small_volumes.order_for(torch.empty(THIN)) == (1, 2, 0)
+    assert small_volumes.order_for(torch.empty(1, 8, 48, 4, 56)) == (0, 2, 1)
+    assert small_volumes.order_for(torch.empty(1, 1, 4, 8, 8)) is None
+
+
+def test_which_torch_is_slow_for() -> None:
+    kernel = torch.empty(8, 8, 3, 3, 3)
+    is_slow = small_volumes._is_slow
+    assert is_slow(torch.empty(THIN), kernel)
+    for shape in ((2, 8, 4, 48, 56), (1, 64, 40, 48, 56), (8, 4, 48, 56)):
+        assert not is_slow(torch.empty(shape), kernel)
+    assert not is_slow(torch.empty(THIN).double(), kernel)
+    assert not is_slow(torch.empty(THIN), torch.empty(8, 8, 1, 5, 5))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not is_slow(torch.empty(THIN), kernel)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (0, 2, 1), (2, 0, 1)])
+def test_turning_back(order: Any) -> None:
+    x = torch.randn(1, 2, 3, 4, 5)
+    turned = small_volumes.turned(x, order)
+    assert tuple(turned.shape[2:]) == small_volumes.in_order((3, 4, 5), order)
+    back = small_volumes.turned_back(turned, order)
+    assert back.equal(x) and back.is_contiguous()
+
+
+CASES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    ((1, 8, 9, 48, 56), (4, 8, 3, 1, 2), {"padding": (1, 0, 2)}),
+    (
+        (1, 8, 9, 48, 56),
+        (16, 8, 3, 1, 2),
+        {"stride": (1, 2, 1), "padding": (1, 1, 0), "dilation": (1, 1, 2)},
+    ),
+    ((1, 1, 16, 24, 24), (16, 1, 3, 3, 3), {"padding": 1}),
+    ((1, 48, 8, 7, 9), (32, 48, 3, 3, 3), {"padding": 1}),
+]
+
+
+def derived(x: Any, kernel: Any, bias: Any, settings: dict[str, Any], twice: bool) -> list[Any]:
+    """The convolution, its gradients, and the gradients of their squares."""
+    given = [each.clone().requires_grad_() for each in (kernel, bias)]
+    y = F.conv3d(x.requires_grad_(), *given, **settings)
+    loss = (y.sin() * y).sum()
+    first = torch.autograd.grad(loss, [x, *given], create_graph=twice)
+    if not twice:
+        return [y, *first]
+    return [y, *first, *torch.autograd.grad(sum((g * g).sum() for g in first), [x, *given])]
+
+
+def operands(shape: tuple[int, ...], kernel: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(each, generator=generator) for each in (shape, kernel, kernel[:1])]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        ours = ours.full() if isinstance(ours, tessel.Tensor) else ours
+        scale = theirs.detach().abs().max()
+        torch.testing.assert_close(
+            ours / scale, (theirs / scale).float(), rtol=1e-3, atol=1e-4, check_stride=False
+        )
+
+
+class Counted:
+    """Counts the calls of a function while it is entered."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name, self.count = owner, name, 0
+
+    def __enter__(self) -> Counted:
+        self.function = getattr(self.owner, self.name)
+
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return self.function(*args)
+
+        setattr(self.owner, self.name, counted)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        setattr(self.owner, self.name, self.function)
+
+
+def compare(case: int, twice: bool) -> tuple[int, int]:
+    """A volume in slabs, beside torch; how many parts oneDNN got, and how many were turned."""
+    shape, kernel, settings = CASES[case]
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 1, 1])
+    x, *weights = operands(shape, kernel)
+    with (
+        Counted(small_volumes.SmallConvolution, "_apply") as direct,
+        Counted(small_volumes, "turned_back") as turned,
+    ):
+        found = derived(tessel.spread(x, P), *weights, settings, twice)
+    exact = (each.double() for each in (x, *weights))
+    assert_equal(found, derived(*exact, settings, twice))
+    return direct.count, turned.count
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_they_give_what_torch_gives(run: Run, case: int, twice: bool) -> None:
+    for direct, turned in run(compare, case, twice, nprocs=2, timeout=60):
+        assert direct >= 1  # by oneDNN, also where the gradient is differentiated again
+        assert bool(turned) == (twice and case < 2)
+
+
+KERNEL, VOLUME = (4, 8, 3, 3, 2), (1, 8, 6, 24, 20)
+
+
+def convolve(x: torch.Tensor, weight: Any, bias: Any, groups: int = 1) -> torch.Tensor | None:
+    numbers = (1, 1, 1), (1, 1, 1), (1, 1, 1)
+    return small_volumes.convolved(F.conv3d, x, weight, bias, numbers)
+
+
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("channels", [1, 8])
+def test_some_gradients(needs: tuple[int, ...], has_bias: bool, channels: int) -> None:
+    shape = (1, channels, *VOLUME[2:-1], VOLUME[-1] * 8 // channels)
+    given = operands(shape, (16, channels, *KERNEL[2:]))[: 3 if has_bias else 2]
+    if not any(needs[: len(given)]):
+        return
+    found = []
+    for function in (convolve, lambda *xs: F.conv3d(*xs, padding=1)):
+        xs = [each.clone().requires_grad_(bool(need)) for each, need in zip(given, needs)]  # noqa: B905
+        y: Any = function(*(*xs, None)[:3])
+        y.relu_().square().sum().backward()
+        found.append([y, *(each.grad for each in xs if each.requires_grad)])
+        assert [each.grad is not None for each in xs] == [each.requires_grad for each in xs]
+    assert_equal(*found)
+
+
+def calls(act: Callable[..., Any], *xs: Any) -> int:
+    with Counted(small_volumes.SmallConvolution, "_apply") as direct:
+        act(*xs)
+    return direct.count
+
+
+def test_where_onednn_is_not_called() -> None:
+    x, weight, bias = operands(VOLUME, KERNEL)
+    assert calls(convolve, x, weight, bias) == 1
+    few = operands((1, 2, 4, 4, 4), (2, 2, 3, 3, 3))
+    assert calls(convolve, *few) == 0
+    assert calls(convolve, x[:, :, :0], weight, bias) == 0
+    assert calls(convolve, x.to(memory_format=torch.channels_last_3d), weight, bias) == 0
+
+    def transformed(x: torch.Tensor) -> torch.Tensor:
+        y = convolve(x, weight, bias)
+        return x if y is None else y
+
+    assert calls(torch.func.vmap(transformed), x[None]) == 0
+    assert calls(torch.func.jvp, transformed, (x,), (x,)) == 0
+    with torch.autocast("cpu"):
+        assert calls(convolve, x, weight, bias) == 0
+    with FlopCounterMode(display=False):  # which knows only torch's convolutions
+        assert calls(convolve, x, weight, bias) == 0
+
+
+def test_other_memory_formats() -> None:
+    x, weight, bias = operands(VOLUME, KERNEL)
+    for each in (
+        x.flip(2).mT,
+        x.expand(1, 8, 6, 24, 20),
+        x.to(memory_format=torch.channels_last_3d),
+    ):
+        y = convolve(each, weight.flip(0)[:, :, ::2], bias)
+        expected = F.conv3d(each, weight.flip(0)[:, :, ::2], bias, padding=1)
+        assert_equal([expected if y is None else y], [expected])
+
+
+def test_no_gradient_is_wanted() -> None:
+    x, weight, bias = operands(VOLUME, KERNEL)
+    y: Any = convolve(x, weight, bias)
+    assert not y.requires_grad
+    weight.requires_grad_()
+    with torch.no_grad():
+        y = convolve(x, weight, bias)
+    assert not y.requires_grad
+    with torch.inference_mode():
+        y = convolve(x, weight, bias)
+    assert_equal([y], [F.conv3d(x, weight, bias, padding=1)])
+
+
+def test_torch_says_what_is_wrong() -> None:
+    x, weight, bias = operands(VOLUME, KERNEL)
+    for wrong in (weight[:, :5], weight.repeat(1, 1, 20, 1, 1)):
+        with pytest.raises(RuntimeError, match=r"size|channels"):
+            y = convolve(x, wrong, bias)
+            _ = F.conv3d(x, wrong, bias, padding=1) if y is None else y
