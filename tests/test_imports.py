@@ -54,7 +54,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.numbers", "core.memory_format"),
     (
         *("core.boxes", "core.context", "core.handles"),
-        *("encoding", "endings", "errors", "limits", "machine", "version"),
+        *("encoding", "endings", "errors", "garbage", "limits", "machine", "version"),
     ),
     ("settings",),
 )
@@ -337,13 +337,16 @@ def test_gradients_that_are_no_adjoints() -> None:
     files = {
         *("tensor/overlapped_linear.py", "tensor/tensor.py", "tensor/block_sum.py"),
         *("tensor/blockwise_attention.py", "tensor/batch_norm.py", "tensor/group_norm.py"),
+        "tensor/small_volumes.py",
     }
     assert gradients == {(file, "vjp") for file in files}
     assert formulas == {
         *("select_backward", "slice_backward", "native_layer_norm_backward"),
         *("_softmax_backward_data", "_log_softmax_backward_data", "convolution_backward"),
     }
-    assert kernels == {"tensor/batch_norm.py", "tensor/blockwise_attention.py"}  # torch's own
+    assert kernels == {  # torch's own
+        *("tensor/batch_norm.py", "tensor/blockwise_attention.py", "tensor/small_volumes.py"),
+    }
     gradients_change = {"imaging/distributing.py", "nn/parallel/replicas.py"}
     assert hooks == gradients_change | {
         *("distributed/shards.py", "tracing/recorder.py"),

@@ -1,9 +1,14 @@
-"""What a program notices of Tessel before it uses it: `import tessel` leaves all others alone."""
+"""What a program notices of Tessel before it uses it: `import tessel` leaves all others alone.
+
+Tests `garbage.py`.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
+import gc
 import pickle
 import re
 import subprocess
@@ -18,6 +23,7 @@ from torch.optim import LBFGS, SGD
 from torch.optim.optimizer import Optimizer
 
 import tessel
+from tessel.garbage import collected_later
 from tessel.nn import ParallelLinear
 
 Run = Callable[..., list[Any]]
@@ -104,6 +110,19 @@ def test_import_changes_nothing_outside() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_is_collected_after_an_import_as_before(was_enabled: bool) -> None:
+    kept = gc.isenabled()
+    try:
+        (gc.enable if was_enabled else gc.disable)()
+        with contextlib.suppress(ImportError), collected_later():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if kept else gc.disable)()
+
+
 def test_a_comparison_finds_a_hook_and_a_patch() -> None:
     """The test above can fail."""
     patch = (

@@ -67,6 +67,10 @@ _CHOICES = {
     "TESSEL_CHECK": ("0", "1"),
     "TESSEL_DEBUG": ("0", "1"),
 }
+# Python would look for garbage among the objects of torch's import, of which none is.
+_WORKER = (
+    "import gc, sys; gc.disable(); from tessel.cli.worker import main; sys.exit(main(sys.argv[1:]))"
+)
 _REPORTS = "tessel-run-"  # prefix of the folders with workers' reports of their failures
 _SECONDS_TO_LOCK = 10.0  # a folder younger than this may not be locked yet
 
@@ -153,7 +157,7 @@ def execute(args: argparse.Namespace) -> int:
         stragglers = Stragglers()
         try:
             with stragglers:
-                launch("-m", "tessel.cli.worker", *target)
+                launch("-c", _WORKER, *target)
         except ChildFailedError as error:
             failures = [
                 WorkerFailure.of(*each, stragglers.killed) for each in error.failures.items()

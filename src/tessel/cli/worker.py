@@ -1,4 +1,4 @@
-"""One worker of `tessel run`: `python -m tessel.cli.worker [-m] TARGET ARGS…`.
+"""One worker of `tessel run`, which is started with `[-m] TARGET ARGS…`.
 
 Runs a script or a module as Python would, destroys the process group at a normal end, and writes a
 report of a failure for the launcher, which shows the first one.
@@ -86,12 +86,15 @@ def main(argv: list[str]) -> int:
     # Objects from torch's import are no garbage. Scanning them takes Python some 150 ms, on each
     # worker at a different moment, in which all others wait.
     gc.freeze()
+    gc.enable()  # disabled by the launcher's command
     reporter = Reporter()
     reporter.initialize()
     block.begin_program()  # begins a trace, if one is requested
     try:
         if argv[0] == "-m":
             sys.argv = argv[1:]
+            if not sys.flags.safe_path:
+                sys.path[0] = os.getcwd()
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             path = os.path.abspath(argv[0])
@@ -129,7 +132,3 @@ def _end_soon(code: int, follows: bool = False) -> int:
     timer.daemon = True
     timer.start()
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -151,9 +151,6 @@ def _products(
     return prod(outputs) * weight.numel()
 
 
-# --- another order of the dimensions
-
-
 def order_for(x: Tensor) -> DimOrder | None:
     """The order of a volume's three dimensions in which torch is fast; None to keep theirs."""
     _, channels, *lengths = x.shape
