@@ -146,6 +146,7 @@ CHANGING = re.compile(
 # by file: what it assigns to, and the functions that it calls to change something
 CHANGES = {
     "__init__.py": {"_sys.modules[f'tessel.{_name}']"},
+    "cli/forked_job.py": {"os.environ", "signal.signal"},
     "cli/plan_model.py": {"sys.path.insert", "torch.set_default_dtype"},
     "cli/rendezvous.py": {"rendezvous_handler_registry.register"},
     "cli/run.py": {

@@ -91,6 +91,9 @@ def _exit_code(arguments: list[str]) -> int:
         if arguments[0] == "-m":
             sys.argv, sys.path[0] = arguments[1:], os.getcwd()
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.realpath(arguments[0]))
             runpy.run_path(arguments[0], run_name="__main__")

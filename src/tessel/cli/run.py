@@ -35,7 +35,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -43,6 +42,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tessel.cli import argument
+from tessel.cli.forked_job import ForkedJob, can_fork, count_gpus
 from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, HostRendezvous
 from tessel.cli.stragglers import Stragglers
 from tessel.launch.gate import Endpoint, GateError, read_token
@@ -135,42 +135,55 @@ def execute(args: argparse.Namespace) -> int:
             chosen(variable, options)
     except ValueError as error:
         args.parser.error(str(error))
-    n = args.workers or torch.cuda.device_count() or usable_cores()
+    n = args.workers or count_gpus() or usable_cores()
     # Workers inherit this. Torchrun would set one thread, regardless of the number of cores.
     if args.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // n)))
     if args.trace is not None:
         os.environ[TRACE] = args.trace
+    target = ["-m", *command] if args.module else command
+    on_hosts = _on_this_host if args.nnodes == 1 and can_fork() else _by_elastic
+    try:
+        with reports_folder() as reports:
+            return on_hosts(args, n, target, reports)
+    except GateError as error:
+        _stderr().print(f"tessel run: {error}", markup=False)
+        return 1
+    except SignalException as error:
+        _stderr().print(f"tessel run: stopped by {error.sigval.name}")
+        return 128 + int(error.sigval)
+
+
+def _on_this_host(args: argparse.Namespace, n: int, target: Sequence[str], reports: str) -> int:
+    """Run workers that are forked."""
+    _use_interface(loopback())
+    _forget_token()
+    job = ForkedJob(target, n, Path(reports), str(uuid.uuid4()))
+    failures = [WorkerFailure.of(*each, job.killed) for each in job.run().items()]
+    return report(failures, world_size=n) if failures else 0
+
+
+def _by_elastic(args: argparse.Namespace, n: int, target: Sequence[str], reports: str) -> int:
+    """Run workers by torch's elastic launcher, perhaps together with those of other hosts."""
     if "LOGLEVEL" not in os.environ:  # elastic's log of a failure would hide its traceback
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
-    target = ["-m", *command] if args.module else command
+    rendezvous = _rendezvous(args)
+    launch = elastic_launch(_config(args, n, reports, rendezvous), sys.executable)
+    stragglers = Stragglers()
     try:
-        rendezvous = _rendezvous(args)
-    except GateError as error:
-        _stderr().print(f"tessel run: {error}", markup=False)
+        with stragglers:
+            launch("-c", _WORKER, *target)
+    except ChildFailedError as error:
+        failures = [WorkerFailure.of(*each, stragglers.killed) for each in error.failures.items()]
+        return report(failures, world_size=n * args.nnodes)
+    except RendezvousError as error:
+        _stderr().print(f"tessel run: the hosts did not meet: {error}", markup=False)
         return 1
-    with reports_folder() as reports:
-        launch = elastic_launch(_config(args, n, reports, rendezvous), sys.executable)
-        stragglers = Stragglers()
-        try:
-            with stragglers:
-                launch("-c", _WORKER, *target)
-        except ChildFailedError as error:
-            failures = [
-                WorkerFailure.of(*each, stragglers.killed) for each in error.failures.items()
-            ]
-            return report(failures, world_size=n * args.nnodes)
-        except SignalException as error:
-            _stderr().print(f"tessel run: stopped by {error.sigval.name}")
-            return 128 + int(error.sigval)
-        except RendezvousError as error:
-            _stderr().print(f"tessel run: the hosts did not meet: {error}", markup=False)
-            return 1
-        finally:
-            rendezvous.shutdown()
+    finally:
+        rendezvous.shutdown()
     return 0
 
 
@@ -178,17 +191,25 @@ def _rendezvous(args: argparse.Namespace) -> HostRendezvous:
     """Make the rendezvous of this host with others, and set the interface for its workers."""
     if args.nnodes == 1:
         made = HostRendezvous(str(uuid.uuid4()), 1, None, b"", SECONDS_TO_MEET)
-        interface = loopback()
+        _use_interface(loopback())
     else:
         token = read_token(args.token_file)
         made = HostRendezvous(args.rdzv_id, args.nnodes, args.rdzv_endpoint, token, SECONDS_TO_MEET)
-        interface = interface_of(made.address)
-    # Workers inherit this: Gloo and NCCL would listen on the address of the host's name.
-    if interface is not None:
+        _use_interface(interface_of(made.address))
+    _forget_token()
+    return made
+
+
+def _forget_token() -> None:
+    """Hide the token from workers: it is for launchers, and programs log their environment."""
+    os.environ.pop("TESSEL_TOKEN", None)
+
+
+def _use_interface(interface: str | None) -> None:
+    """Set the interface for workers: Gloo and NCCL would use the address of the host's name."""
+    if interface is not None:  # workers inherit this
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    os.environ.pop("TESSEL_TOKEN", None)  # for launchers only, since programs log their environment
-    return made
 
 
 @contextlib.contextmanager
@@ -203,8 +224,13 @@ def reports_folder() -> Iterator[str]:
             status = left.lstat()
             if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _SECONDS_TO_LOCK:
                 shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_REPORTS) as folder, locked(Path(folder)):
-        yield folder
+    folder, launcher = tempfile.mkdtemp(prefix=_REPORTS), os.getpid()
+    try:
+        with locked(Path(folder)):
+            yield folder
+    finally:
+        if os.getpid() == launcher:  # and not one of its forks
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_command(args: argparse.Namespace, command: Sequence[str]) -> None:

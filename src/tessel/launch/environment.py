@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Sequence
@@ -67,8 +68,38 @@ class Environment(NamedTuple):
         sys.argv[:] = self.argv
         os.chdir(self.directory)
         keep_freed_memory()
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
+        use_threads(self.threads)
+
+
+def use_threads(count: int) -> None:
+    """Let torch and numpy use as many threads as if this process had begun with OMP_NUM_THREADS."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    if _openblas_threads.get(os.getpid()) != count:
+        _openblas_threads[os.getpid()] = count
+        for path in _libraries("openblas"):
+            library = ctypes.CDLL(path)
+            for name in _OPENBLAS_SETTERS:
+                if (setter := getattr(library, name, None)) is not None:
+                    setter(count)
+
+
+_openblas_threads: dict[int, int] = {}  # as they were set here, by process
+_OPENBLAS_SETTERS = tuple(
+    f"{prefix}openblas_set_num_threads{suffix}"
+    for prefix in ("", "scipy_")
+    for suffix in ("", "64_")  # and not "_64_", which takes the address of a number
+)
+
+
+def _libraries(name: str) -> list[str]:
+    """The files of the libraries in this process whose names contain a word."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    except OSError:  # only Linux tells
+        return []
+    return sorted(path for path in paths if name in os.path.basename(path))
 
 
 def flush_outputs() -> None:

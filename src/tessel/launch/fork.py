@@ -11,6 +11,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 
+import torch
+
 from tessel.launch.environment import flush_outputs
 
 
@@ -36,6 +38,13 @@ def fork(body: Callable[[], object]) -> int:
         with contextlib.suppress(OSError, ValueError):
             flush_outputs()
         os._exit(code)  # a fork must neither return to its parent's code nor run its exit hooks
+
+
+def unshare_randomness() -> None:
+    """Give a fork random numbers of its own, as a process has that was not forked."""
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:  # Python does so itself for `random`
+        sys.modules["numpy.random"].seed()
 
 
 def exit_code(error: BaseException) -> int:

@@ -7,7 +7,6 @@ import faulthandler
 import os
 import pickle
 import socket
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from tessel import endings
 from tessel.launch.environment import OUTPUTS, flush_outputs, keep_lines_whole, redirect_outputs
+from tessel.launch.fork import unshare_randomness
 from tessel.launch.message import DUMP_STACKS, UNPICKLABLE, Call, Failure, Reply, receive, send
 from tessel.launch.task import load_task
 from tessel.limits import time_limit
@@ -35,8 +35,7 @@ def work(channel: socket.socket, stacks: int, inherited: Callable[[], object] | 
     faulthandler.register(DUMP_STACKS, stacks)
     keep_lines_whole()
     if inherited is None:
-        if "numpy.random" in sys.modules:  # a separate state, as in spawned processes
-            sys.modules["numpy.random"].seed()
+        unshare_randomness()
         _answer_calls(channel, None)
     else:
         # OpenMP's threads did not survive the fork, and the thread that forked would wait for

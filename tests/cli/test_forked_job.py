@@ -1,0 +1,170 @@
+"""Jobs on one host: forked workers are as interpreters that were started, and end as these do.
+
+Tests `cli/forked_job.py`, `launch/fork.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tessel.cli import forked_job
+
+LIMIT = 90
+pytestmark = pytest.mark.slow
+
+
+def start(folder: Path, text: str, n: int = 2, *options: str, **env: str) -> subprocess.Popen[str]:
+    """Begin `tessel run` in a process of its own: what it forks inherits nothing of a test."""
+    (folder / "script.py").write_text("import os, sys, time\n" + text)
+    kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tessel", "run", "-n", str(n), *options, "script.py"],
+        cwd=folder,
+        env={**kept, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+    output, errors = process.communicate(timeout=LIMIT)
+    return process.returncode, sorted(output.splitlines()), errors
+
+
+def test_workers_are_forks_of_the_launcher(tmp_path: Path) -> None:
+    """It has imported torch for them; threads, random numbers and variables are their own."""
+    code, lines, errors = ended(
+        start(
+            tmp_path,
+            "import random, threading, numpy, torch\n"
+            "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK'\n"
+            "print(*(os.environ[name] for name in names), os.environ['OMP_NUM_THREADS'],\n"
+            "    torch.get_num_threads(), os.environ.get('TESSEL_TOKEN'),\n"
+            "    sys.path[0] == os.getcwd(), *(open(f'/proc/{pid}/cmdline').read().count('run')\n"
+            "    for pid in (os.getpid(), os.getppid())))\n"
+            "print('drawn', random.random(), numpy.random.rand(), torch.rand(1).item())\n",
+            2,
+            *("--threads", "3"),
+            TESSEL_TOKEN="one token of a job",
+        )
+    )
+    assert (code, errors) == (0, "")
+    assert lines[:2] == [f"{rank} {rank} 2 2 0 3 3 None True 1 1" for rank in range(2)]
+    drawn = [line.split()[1:] for line in lines[2:]]
+    assert not {*drawn[0]} & {*drawn[1]}
+
+
+def test_numpy_has_as_many_threads_as_torch(tmp_path: Path) -> None:
+    code, lines, errors = ended(
+        start(
+            tmp_path,
+            "import numpy\n"
+            "x = numpy.ones((400, 400))\n"
+            "x @ x\n"
+            "print(len(os.listdir('/proc/self/task')))\n",
+            1,
+            *("--threads", "1"),
+        )
+    )
+    # the first thread, and one for garbage or signals of libraries, but none for each core
+    assert (code, errors) == (0, "") and int(lines[0]) <= 2, (lines, errors)
+
+
+def test_workers_end_as_interpreters_do(tmp_path: Path) -> None:
+    """Exit hooks are called, files are closed, and threads are waited for."""
+    code, lines, errors = ended(
+        start(
+            tmp_path,
+            "import atexit, threading\n"
+            "rank = os.environ['RANK']\n"
+            "left_open = open(f'file-{rank}', 'w')\n"
+            "left_open.write('all of it')\n"
+            "def cycle():\n"
+            "    return left_open\n"
+            "atexit.register(print, 'exit hook', rank)\n"
+            "def later():\n"
+            "    time.sleep(0.5)\n"
+            "    print('thread', rank)\n"
+            "threading.Thread(target=later).start()\n"
+            "print('script', rank)\n",
+        )
+    )
+    assert (code, errors) == (0, "")
+    assert lines == [
+        f"{what} {rank}" for what in ("exit hook", "script", "thread") for rank in "01"
+    ]
+    assert [(tmp_path / f"file-{rank}").read_text() for rank in "01"] == ["all of it"] * 2
+
+
+def test_workers_start_processes_of_their_own(tmp_path: Path) -> None:
+    code, lines, errors = ended(
+        start(
+            tmp_path,
+            "import torch\n"
+            "from torch.utils.data import DataLoader\n"
+            "if __name__ == '__main__':\n"
+            "    for context in ('fork', 'spawn'):\n"
+            "        loader = DataLoader(torch.arange(4.0), 2, num_workers=2,\n"
+            "            multiprocessing_context=context)\n"
+            "        print(context, os.environ['RANK'], [each.sum().item() for each in loader])\n",
+        )
+    )
+    assert (code, errors) == (0, "")
+    assert lines == [f"{c} {rank} [1.0, 5.0]" for c in ("fork", "spawn") for rank in "01"]
+
+
+def test_all_end_when_one_fails(tmp_path: Path) -> None:
+    """Those that sleep, with the processes that they have started, and deaf ones."""
+    begin = time.monotonic()
+    job = start(
+        tmp_path,
+        "import signal, subprocess\n"
+        "rank = int(os.environ['RANK'])\n"
+        "if rank == 0:\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    open('child', 'w').write(str(child.pid))\n"
+        "if rank == 1:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(f'ready-{rank}', 'w').close()\n"
+        "while rank == 2 and not all(os.path.exists(f'ready-{each}') for each in range(2)):\n"
+        "    time.sleep(0.05)\n"
+        "if rank == 2:\n"
+        "    raise ValueError('no data')\n"
+        "time.sleep(600)\n",
+        3,
+    )
+    code, _, errors = ended(job)
+    assert code == 1 and errors.startswith("worker 2 of 3 failed first: ValueError: no data\n")
+    assert "SIGKILL" not in errors
+    assert time.monotonic() - begin < 60
+    status = Path("/proc") / (tmp_path / "child").read_text() / "stat"
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_the_workers(tmp_path: Path, number: signal.Signals) -> None:
+    job = start(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    assert job.stdout is not None
+    workers = [int(job.stdout.readline()) for _ in range(2)]
+    job.send_signal(number)
+    assert ended(job) == (128 + number, [], f"tessel run: stopped by {number.name}\n")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_what_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_job.threading, "active_count", lambda: 1)
+    assert forked_job.can_fork()
+    monkeypatch.setattr(forked_job.torch.cuda, "is_initialized", lambda: True)
+    assert not forked_job.can_fork()
+    monkeypatch.undo()
+    monkeypatch.setattr(forked_job.threading, "active_count", lambda: 2)
+    assert not forked_job.can_fork()
