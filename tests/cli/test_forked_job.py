@@ -113,7 +113,7 @@ def test_workers_start_processes_of_their_own(tmp_path: Path) -> None:
             "from torch.utils.data import DataLoader\n"
             "if __name__ == '__main__':\n"
             "    for context in ('fork', 'spawn'):\n"
-            "        loader = DataLoader(torch.arange(4.0), 2, num_workers=2,\n"
+            "        loader = DataLoader(torch.arange(4.0), 2, num_workers=1,\n"
             "            multiprocessing_context=context)\n"
             "        print(context, os.environ['RANK'], [each.sum().item() for each in loader])\n",
         )
