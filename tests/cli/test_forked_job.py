@@ -122,6 +122,79 @@ def test_workers_start_processes_of_their_own(tmp_path: Path) -> None:
     assert lines == [f"{c} {rank} [1.0, 5.0]" for c in ("fork", "spawn") for rank in "01"]
 
 
+def test_the_script_is_the_main_module_until_the_end(tmp_path: Path) -> None:
+    """Its classes are pickled by their names in it: to its processes and by its exit hooks."""
+    text = (
+        "import atexit, multiprocessing, pickle\n"
+        "class Here:\n"
+        "    value = 7\n"
+        "def make(number):\n"
+        "    return Here()\n"
+        "def hook():\n"
+        "    print('hook', pickle.loads(pickle.dumps(Here())).value)\n"
+        "if __name__ == '__main__':\n"
+        "    atexit.register(hook)\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print('pool', [each.value for each in pool.map(make, range(2))])\n"
+    )
+    assert ended(start(tmp_path, text)) == (0, ["hook 7"] * 2 + ["pool [7, 7]"] * 2, "")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "beside.py").write_text("value = 3\n")
+    (tmp_path / "package" / "job.py").write_text(
+        "import sys\n"
+        + text
+        + "    from .beside import value\n    print(value, __spec__.name, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "tessel", "run", "-n", "1", "-m", "package.job", "a"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    lines = sorted(done.stdout.splitlines())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert lines == ["3 package.job ['a']", "hook 7", "pool [7, 7]"]
+
+
+def test_a_program_with_a_main_file_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "script.py").mkdir()
+    (tmp_path / "script.py" / "__main__.py").write_text(
+        "import beside\nprint(__name__, beside.x)\n"
+    )
+    (tmp_path / "script.py" / "beside.py").write_text("x = 5\n")
+    command = [sys.executable, "-m", "tessel", "run", "-n", "1", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "__main__ 5\n", "")
+
+
+@pytest.mark.parametrize(("option", "variable", "finds"), [("-P", "", True), ("-s", "1", False)])
+def test_where_a_script_looks_for_modules(
+    tmp_path: Path, option: str, variable: str, finds: bool
+) -> None:
+    """Its own folder is first, unless a variable forbids it; the launcher's option does not."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "script.py").write_text("import beside\n")
+    command = [sys.executable, option, "-m", "tessel", "run", "-n", "1", "script.py"]
+    env = {**os.environ, "PYTHONSAFEPATH": variable}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert (done.returncode == 0) == finds, done.stderr
+    assert finds or "No module named 'beside'" in done.stderr
+
+
+def test_a_program_that_calls_the_command_keeps_its_exit_hooks(tmp_path: Path) -> None:
+    """Its workers are new interpreters: forks would call the hooks, too."""
+    (tmp_path / "job.py").write_text("import os\nprint('worker', os.environ['RANK'], flush=True)\n")
+    (tmp_path / "caller.py").write_text(
+        "import atexit\n"
+        "from tessel.cli import main\n"
+        "atexit.register(print, 'hook')\n"
+        "print('code', main(['run', '-n', '2', 'job.py']), flush=True)\n"
+    )
+    command = [sys.executable, "caller.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["code 0", "hook", "worker 0", "worker 1"]
+
+
 def test_all_end_when_one_fails(tmp_path: Path) -> None:
     """Those that sleep, with the processes that they have started, and deaf ones."""
     begin = time.monotonic()

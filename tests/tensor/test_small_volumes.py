@@ -27,15 +27,13 @@ def test_which_are_turned() -> None:
 
 
 def test_which_torch_is_slow_for() -> None:
-    kernel = torch.empty(8, 8, 3, 3, 3)
     is_slow = small_volumes._is_slow
-    assert is_slow(torch.empty(THIN), kernel)
+    assert is_slow(torch.empty(THIN))
     for shape in ((2, 8, 4, 48, 56), (1, 64, 40, 48, 56), (8, 4, 48, 56)):
-        assert not is_slow(torch.empty(shape), kernel)
-    assert not is_slow(torch.empty(THIN).double(), kernel)
-    assert not is_slow(torch.empty(THIN), torch.empty(8, 8, 1, 5, 5))
+        assert not is_slow(torch.empty(shape))
+    assert not is_slow(torch.empty(THIN).double())
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not is_slow(torch.empty(THIN), kernel)
+        assert not is_slow(torch.empty(THIN))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (0, 2, 1), (2, 0, 1)])
@@ -48,10 +46,10 @@ def test_turning_back(order: Any) -> None:
 
 
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
-    ((1, 8, 9, 48, 56), (4, 8, 3, 1, 2), {"padding": (1, 0, 2)}),
+    ((1, 8, 9, 48, 56), (4, 8, 3, 1, 3), {"padding": (1, 0, 1)}),
     (
         (1, 8, 9, 48, 56),
-        (16, 8, 3, 1, 2),
+        (16, 8, 3, 3, 2),
         {"stride": (1, 2, 1), "padding": (1, 1, 0), "dilation": (1, 1, 2)},
     ),
     ((1, 1, 16, 24, 24), (16, 1, 3, 3, 3), {"padding": 1}),
@@ -127,7 +125,7 @@ def test_they_give_what_torch_gives(run: Run, case: int, twice: bool) -> None:
         assert bool(turned) == (twice and case < 2)
 
 
-KERNEL, VOLUME = (4, 8, 3, 3, 2), (1, 8, 6, 24, 20)
+KERNEL, VOLUME = (4, 8, 3, 3, 3), (1, 8, 6, 24, 20)
 
 
 def convolve(x: torch.Tensor, weight: Any, bias: Any, groups: int = 1) -> torch.Tensor | None:
@@ -177,6 +175,38 @@ def test_where_onednn_is_not_called() -> None:
         assert calls(convolve, x, weight, bias) == 0
     with FlopCounterMode(display=False):  # which knows only torch's convolutions
         assert calls(convolve, x, weight, bias) == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "length"), [(7, 3, 4, 8), (7, 2, 3, 7), (3, 2, 2, 4)]
+)
+def test_kernels_for_which_onednn_is_wrong(
+    kernel: int, stride: int, padding: int, length: int
+) -> None:
+    """Torch's own way is right for one volume, and wrong for two, which oneDNN gets."""
+    generator = torch.Generator().manual_seed(0)
+    for order in ((0, 1, 2), (2, 0, 1)):  # also where dimensions would be turned
+        lengths = small_volumes.in_order((length, 30, 30), order)
+        taps = small_volumes.in_order((kernel, 3, 3), order)
+        numbers: Any = [
+            small_volumes.in_order(each, order)
+            for each in ((stride, 1, 1), (padding, 1, 1), (1, 1, 1))
+        ]
+        x = torch.randn(1, 32, *lengths, generator=generator)
+        weight = torch.randn(32, 32, *taps, generator=generator).requires_grad_()
+        assert calls(small_volumes.convolved, F.conv3d, x, weight, None, numbers) == 0
+        assert small_volumes.convolved(F.conv3d, x, weight, None, numbers) is None
+
+
+def test_onednn_is_switched_off_before_the_backward_pass() -> None:
+    x, weight, bias = operands(VOLUME, KERNEL)
+    weight.requires_grad_()
+    y: Any = convolve(x, weight, bias)
+    with torch.backends.mkldnn.flags(enabled=False):
+        y.sum().backward()
+    found, weight.grad = weight.grad, None
+    F.conv3d(x, weight, bias, padding=1).sum().backward()
+    assert_equal([found], [weight.grad])
 
 
 def test_other_memory_formats() -> None:

@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0
     """
     args = build_parser().parse_args(argv)
+    args.is_program = argv is None
     try:
         code: int = args.execute(args)
     except KeyboardInterrupt:

