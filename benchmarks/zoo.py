@@ -76,8 +76,15 @@ def decoder() -> nn.Module:
 MODELS: dict[str, tuple[str, Callable[[], nn.Module], list[int], list[int]]] = {
     "ResNet-50": ("torchvision", resnet, [8, 3, 256, 256], [2, 3, 64, 64]),
     "U-Net (SMP)": ("segmentation_models_pytorch", unet, [2, 3, 512, 512], [2, 3, 64, 64]),
+    "U-Net (SMP), four images": (
+        "segmentation_models_pytorch",
+        unet,
+        [4, 3, 512, 512],
+        [2, 3, 64, 64],
+    ),
     "SegResNet (MONAI)": ("monai", segresnet, [1, 1, 80, 80, 80], [1, 1, 16, 16, 16]),
     "Swin-T": ("torchvision", swin, [2, 3, 448, 448], [1, 3, 64, 64]),
+    "Swin-T, four images": ("torchvision", swin, [4, 3, 448, 448], [1, 3, 64, 64]),
     "ViT-B": ("timm", vit, [1, 3, 384, 384], [1, 3, 64, 64]),
     "ViT-B, two images": ("timm", vit, [2, 3, 384, 384], [1, 3, 64, 64]),
     "decoder (AutoencoderKL)": ("diffusers", decoder, [1, 4, 80, 80], [1, 4, 16, 16]),
