@@ -153,7 +153,10 @@ CHANGES = {
         *("os.environ['OMP_NUM_THREADS']", "os.environ[TRACE]", "os.environ.setdefault"),
         *("os.environ.pop", "sys.path.insert", "sys.path[:]"),
     },
-    "cli/worker.py": {"sys.argv", "sys.path[0]"},
+    "cli/worker.py": {
+        *("sys.argv", "sys.path[0]", "sys.path.insert"),
+        *(f"sys.modules['{name}']" for name in ("__main__", "__mp_main__")),
+    },
     "core/graph.py": {
         *("torch.library.custom_op", "_library.define", "torch.library.impl"),
         *("torch.library.register_fake", "torch.fx.node.has_side_effect", "SAC_IGNORED_OPS.add"),
