@@ -50,6 +50,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.partition",),
     ("core.graph",),
     ("transport", "launch"),
+    ("joining",),
     ("core.windows",),
     ("core.numbers", "core.memory_format"),
     (

@@ -167,6 +167,7 @@ CHANGES = {
     },
     "imaging/context.py": {"setattr(cudnn)"},
     "imaging/solvers/checkpoint.py": {"torch.set_rng_state"},
+    "joining.py": {"dist.distributed_c10d._world.group_count"},
     "launch/environment.py": {
         *("sys.path[:]", "sys.argv[:]", "os.environ.pop", "os.environ[name]"),
         "torch.set_num_threads",

@@ -45,8 +45,10 @@ def afresh(**environment: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    if job._current is not None and job._current.membership.host is not None:
-        job._current.membership.host.leave()
+    if job._current is not None:
+        job._current.membership.watch.end()
+        if job._current.membership.host is not None:
+            job._current.membership.host.leave()
     job._current = None
 
 

@@ -1,6 +1,6 @@
 """A job in which an exchange was not completed is broken: later calls raise, and none is wrong.
 
-Tests `transport/watch.py`, `transport/group.py`, `transport/job.py`.
+Tests `transport/watch.py`, `transport/group.py`, `transport/job.py`, `joining.py`.
 """
 
 from __future__ import annotations
@@ -46,20 +46,24 @@ def numbers(begin: int = 0) -> list[float | str]:
     return found
 
 
-def join_anew(port: int) -> None:
-    """Join a new job, with the time limit of the environment."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
-    tessel.world()
+def leave_and_find_port() -> None:
+    """Leave the job of the pool, for another one at a port that is free now."""
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    dist.barrier()  # else one that leaves early would cut others off
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port[0])
 
 
-def come_late(port: int) -> tuple[list[float | str], list[float | str]]:
+def come_late() -> tuple[list[float | str], list[float | str]]:
     """Worker 1 comes to a call after the time limit, and both catch what they hear."""
-    join_anew(port)
-    summed(torch.ones(2))
+    leave_and_find_port()
+    with pytest.MonkeyPatch.context() as patch:
+        # joining has this limit, too: a busy machine needs several seconds
+        patch.setenv("TESSEL_TIMEOUT", "6")
+        summed(torch.ones(2))
     if tessel.world().rank == 1:
-        time.sleep(7.0)
+        time.sleep(9.0)
     found = numbers()
     with torch.no_grad():
         later = numbers(2)
@@ -73,9 +77,7 @@ def test_no_call_answers_another_after_a_time_limit(
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", way)
     monkeypatch.setenv("TESSEL_ENGINE", engine)
-    # Joining has this limit, too, which a second is too short for where a machine stands still.
-    monkeypatch.setenv("TESSEL_TIMEOUT", "4")
-    found = run(come_late, free_port(), nprocs=2, timeout=SECONDS)
+    found = run(come_late, nprocs=2, timeout=SECONDS)
     for early, later in found:
         assert all(str(each).startswith("WorkerLost") for each in (*early, *later)), found
         assert all("this job is broken since" in str(each) for each in (*early[1:], *later)), found
@@ -286,7 +288,7 @@ def test_the_numbers_of_exchanges_are_compared(in_new_job: Run, engine: str) -> 
         assert "the same calls in the same order" in str(found[-1]), found
 
 
-def begin_anew(port: int) -> list[float | str]:
+def begin_anew() -> list[float | str]:
     """Break a job, and join another one in the same processes."""
     summed(torch.ones(2))
     dist.barrier()  # all have its result
@@ -294,11 +296,38 @@ def begin_anew(port: int) -> list[float | str]:
     dist.barrier()
     broken = numbers()
     assert all("a test says so" in str(each) for each in broken), broken
-    join_anew(port)
+    leave_and_find_port()
     return numbers()
 
 
 @pytest.mark.parametrize("way", ["shared", "gloo"])
 def test_the_next_job_of_a_process_is_whole(in_new_job: Run, way: str) -> None:
-    found = in_new_job(begin_anew, free_port(), nprocs=2, timeout=SECONDS, transport=way)
+    found = in_new_job(begin_anew, nprocs=2, timeout=SECONDS, transport=way)
     assert found == [[3.0, 30.0, 300.0]] * 2
+
+
+def join_in_vain() -> tuple[str, list[float | str]]:
+    """Worker 1 fails to join a job that worker 0 has joined, and both join the next one."""
+    leave_and_find_port()
+    real, rank, said = dist.distributed_c10d.ProcessGroupGloo, int(os.environ["RANK"]), ""
+
+    def made_in_vain(*args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        raise RuntimeError("a test says so")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", made_in_vain)
+        try:
+            transport.start()
+        except RuntimeError as error:
+            said = str(error)
+    if rank == 0:
+        dist.destroy_process_group()
+    return said, numbers()
+
+
+def test_a_worker_that_could_not_join_joins_the_next_job(run: Run) -> None:
+    """Torch numbers groups, and counts those that were not made."""
+    found = run(join_in_vain, nprocs=2, timeout=SECONDS)
+    assert found == [("", [3.0, 30.0, 300.0]), ("a test says so", [3.0, 30.0, 300.0])]

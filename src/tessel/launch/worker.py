@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from tessel import endings
+from tessel.joining import join_process_group
 from tessel.launch.environment import OUTPUTS, flush_outputs, keep_lines_whole, redirect_outputs
 from tessel.launch.fork import unshare_randomness
 from tessel.launch.message import DUMP_STACKS, UNPICKLABLE, Call, Failure, Reply, receive, send
 from tessel.launch.task import load_task
-from tessel.limits import time_limit
 
 
 def work(channel: socket.socket, stacks: int, inherited: Callable[[], object] | None) -> None:
@@ -71,11 +71,9 @@ def _answer(
             serve: dict[str, Any] = {}
             if listener := fds[len(OUTPUTS) :]:
                 serve = {"is_master": True, "master_listen_fd": listener[0]}
-            size, limit = call.nprocs, time_limit()
+            size = call.nprocs
             store = dist.TCPStore("127.0.0.1", call.port, size, wait_for_workers=False, **serve)
-            dist.init_process_group(
-                call.backend, store=store, rank=call.rank, world_size=size, timeout=limit
-            )
+            join_process_group(call.backend, store, call.rank, size)
         endings.begin_program(call.number)
         result = (inherited or load_task(pickled, call.main))()
         try:

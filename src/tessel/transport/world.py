@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tessel.joining import join_process_group
 from tessel.limits import time_limit
 from tessel.settings import warn_of_unknown, whole_number
 from tessel.transport.launchers import check_world_of_one, find_job, meet, own_interface
@@ -120,9 +121,7 @@ def join(backend: str | None = None) -> bool:
     # The store of the launcher outlives a job: a worker that joins the next job early must find
     # neither the server of the last one as it ends, nor the addresses that it left there.
     store = dist.PrefixStore(f"tessel/{place.jobs}", place.store)
-    dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.workers, timeout=limit
-    )
+    join_process_group(backend, store, place.rank, place.workers)
     return True
 
 
