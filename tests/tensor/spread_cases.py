@@ -52,7 +52,7 @@ class Case:
 def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
     """Without torch's own warnings, of deprecated arguments and of sizes that differ."""
 
-    def call(*operands: Tensor) -> Any:
+    def call(*operands: Any, **settings: Any) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=UserWarning, module="torch")
             warnings.filterwarnings("ignore", message="Using a target size|reduction: 'mean'")
@@ -60,7 +60,7 @@ def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
                 "ignore",
                 message="size_average and reduce|Implicit dimension|.*chain_matmul|.*upsample",
             )
-            return function(*operands)
+            return function(*operands, **settings)
 
     return call
 
@@ -240,6 +240,20 @@ REDUCTIONS = {
         for name in ("cumsum", "cumprod", "logcumsumexp")
         for dim in (0, 1, -1)
     },
+    "cumprod with zeros": Case(
+        lambda x: ((x * (x.abs() > 0.5)).cumprod(0), (x * (x.abs() > 0.5)).cumprod(2))
+    ),
+    "cumsum of vectors": Case(
+        lambda x: (
+            x.cumsum(0),
+            x.cumsum(0, dtype=torch.complex128).abs(),
+            (x.detach() > 0).cumsum(0),
+            (10 * x.detach()).to(torch.int32).cumsum(0, dtype=torch.int32),
+            (10 * x.detach()).int().cumprod(0),
+            torch.cumsum(input=x, dim=-1),
+        ),
+        ((7,),),
+    ),
     "cumsum in place": Case(
         lambda x: ((x * 1).cumsum_(1), (x * 1).cumprod_(0), (x * 1).renorm_(2, -1, 1.0))
     ),

@@ -62,7 +62,6 @@ CONVOLUTIONS |= {
         lambda x, w, b: torch.conv_tbc(x, w, b, 1),
         ((9, 3, 4), (3, 4, 5), (5,)),
         plain_others=True,
-        may_gather=True,
     ),
 }
 

@@ -1,7 +1,8 @@
 """Functions for `test_spread.py` that users meet less often, some of which gather.
 
 Tests `tensor/rules/compositions.py`, `tensor/rules/matrices.py`, `tensor/rules/diagonals.py`,
-`tensor/rules/reductions.py`.
+`tensor/rules/reductions.py`, `tensor/rules/differences.py`, `tensor/rules/scans.py`,
+`tensor/rules/short_time.py`.
 """
 
 from __future__ import annotations
@@ -70,8 +71,6 @@ STATISTICS = {
     ),
     "unique": gathers(lambda x: torch.unique(x.detach().round()), derives=False),
     "renorm": once(lambda x: x.renorm(2, 0, 1.0)),
-    "trapezoid": gathers(lambda x: (torch.trapezoid(x, dim=1), torch.cumulative_trapezoid(x))),
-    "gradient": gathers(lambda x: torch.gradient(x)),
     "logdet": once(
         lambda x: (torch.logdet(x), torch.det(x), torch.slogdet(x)[1]), M, make=matrices
     ),
@@ -138,13 +137,100 @@ MATRICES = {
     ),
     "inverse": once(lambda a: (torch.inverse(a), a.det(), a.slogdet()[1]), M, **LOOSE),
     "cartesian_prod": once(lambda a, b: torch.cartesian_prod(a, b), (4,), (5,)),
-    "pdist": gathers(lambda x: F.pdist(x), (6, 4), order=1),
-    "vander": gathers(lambda x: torch.vander(x.detach(), 3), (5,), derives=False),
+    "pdist": once(lambda x: (F.pdist(x), F.pdist(x, 1)), (6, 4), order=1),
+    "vander": once(
+        lambda x: (
+            torch.vander(x.detach()),
+            torch.vander(x.detach(), 3, increasing=True),
+            torch.vander(x.detach().long(), 2),
+            torch.vander(x.detach(), 0),
+        ),
+        (5,),
+        derives=False,  # torch itself changes what it needs for a derivative
+    ),
 }
 
+COORDINATES = torch.tensor([0.0, 0.1, 0.4, 0.9, 1.6], dtype=torch.float64)
+DIFFERENCES = {
+    "trapezoid": once(
+        lambda x: (
+            torch.trapezoid(x),
+            torch.trapezoid(x, dx=0.5, dim=0),
+            torch.trapezoid(y=x, x=COORDINATES, dim=1),
+            torch.trapz(x[:, :, :1]),
+            torch.trapezoid(x[:, :0], dim=1),
+        )
+    ),
+    "trapezoid with spread coordinates": once(
+        lambda x, y: (
+            torch.trapezoid(x, y, dim=1),
+            torch.trapezoid(x.detach(), y),
+            torch.cumulative_trapezoid(x, y),
+        ),
+        (4, 5, 6),
+        (5, 6),
+    ),
+    "cumulative_trapezoid": once(
+        lambda x: (
+            torch.cumulative_trapezoid(x),
+            torch.cumulative_trapezoid(x, COORDINATES, dim=1),
+            torch.cumulative_trapezoid(x[:1], dx=2.0, dim=0),
+        )
+    ),
+    "gradient": once(
+        lambda x: (
+            *torch.gradient(x),
+            *torch.gradient(x, spacing=0.5, dim=1, edge_order=2),
+            *torch.gradient(x, spacing=[0.5, 2.0], dim=(0, -1)),
+            *torch.gradient(x, spacing=(COORDINATES[:4], COORDINATES), dim=(0, 1)),
+            *torch.gradient(x, spacing=(COORDINATES,), dim=1, edge_order=2),
+            *torch.gradient(x[:, :2], dim=1),
+        )
+    ),
+}
+
+WINDOW = torch.tensor([0.1, 0.4, 0.9, 0.9, 0.4, 0.1], dtype=torch.float64)
+
+
+def stft(x: Tensor, *sizes: int, **settings: Any) -> Tensor:
+    found: Tensor = torch.stft(x, *sizes, return_complex=True, **settings)
+    return found
+
+
+def istft(x: Tensor, *sizes: int, **settings: Any) -> Tensor:
+    """Of any real numbers, two for a complex one."""
+    found: Tensor = quiet(torch.istft)(torch.complex(x[0], x[1]), *sizes, **settings)
+    return found
+
+
 SIGNALS = {
-    "stft": gathers(
-        lambda x: torch.stft(x, 6, window=torch.ones(6).double(), return_complex=True), (3, 30)
+    "stft": once(
+        lambda x: (
+            stft(x, 6, window=WINDOW),
+            stft(x, 8, 3, 6, window=WINDOW, center=False, normalized=True),
+            stft(x[0], 6, window=WINDOW, onesided=False, pad_mode="constant"),
+            quiet(stft)(x, 5),
+            quiet(torch.stft)(x, 6, window=WINDOW, return_complex=False),
+        ),
+        (3, 30),
+    ),
+    "istft": once(
+        lambda x: (
+            istft(x, 6, window=WINDOW),
+            istft(x, 6, 2, window=WINDOW, length=9, normalized=True),
+            istft(x, 6, 4, window=WINDOW, length=40, center=False),
+            istft(x[:, 0], 6),
+        ),
+        (2, 3, 4, 9),
+    ),
+    "istft of both sides": once(
+        lambda x: (
+            istft(x, 8, 3, 6, window=WINDOW, onesided=False),
+            torch.view_as_real(
+                istft(x, 8, window=torch.ones(8).cdouble(), onesided=False, return_complex=True)
+            ),
+        ),
+        (2, 3, 8, 9),
     ),
 }
 
@@ -190,6 +276,7 @@ REFUSED = {
 
 FAMILIES: dict[str, dict[str, Case]] = {
     "statistics": STATISTICS,
+    "differences": DIFFERENCES,
     "matrices": MATRICES,
     "signals": SIGNALS,
     "recurrent": RECURRENT,

@@ -113,7 +113,7 @@ REDUCTIONS: Rows = {
     "distributions.Normal …, which check their arguments": [
         *("checks of distributions", "truths for checks"),
     ],
-    "trapezoid cumulative_trapezoid": ["trapezoid"],
+    "trapezoid cumulative_trapezoid": ["trapezoid*", "cumulative_trapezoid"],
     "gradient": ["gradient"],
     "unique": ["unique"],
 }
@@ -333,7 +333,7 @@ FOURIER: Rows = {
         "a filter",
         "of one dimension",
     ],
-    "stft": ["stft"],
+    "stft istft": ["stft", "istft*"],
 }
 
 # of the functions of `test_spread_random.py`

@@ -23,6 +23,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     compositions,
     convolution,
     diagonals,
+    differences,
     distances,
     embedding,
     fourier,
@@ -38,7 +39,9 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     random,
     recurrent,
     reductions,
+    scans,
     shapes,
+    short_time,
     transposed,
 )
 from tessel.tensor.rules.pointwise import (

@@ -124,6 +124,28 @@ def kron(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return (left * right).reshape(shape)
 
 
+@rule("vander")
+def vander(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The powers of each value, in a row."""
+    x, n = args[0], argument(args, kwargs, 1, "N")
+    is_increasing = argument(args, kwargs, 2, "increasing", False)
+    outlines(func, args, kwargs)  # torch's own error
+    n = x.shape[0] if n is None else n
+    x = x if x.is_floating_point() or x.is_complex() else x.long()
+    ones = torch.ones_like(x[:, None])
+    rows = torch.cat([ones, x[:, None].expand(-1, n - 1)], 1).cumprod(1) if n > 1 else ones[:, :n]
+    return rows if is_increasing else rows.flip(1)
+
+
+@rule("pdist")
+def pdist(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The distances of all pairs of rows, once."""
+    x, p = args[0], argument(args, kwargs, 1, "p", 2.0)
+    outlines(func, args, kwargs)  # torch's own error
+    first, second = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)
+    return torch.cdist(x, x, p)[first, second]
+
+
 @rule("linalg_norm")
 def any_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The norm of vectors, of matrices, or of all values."""
@@ -276,6 +298,15 @@ def isin(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not held_layouts(elements):
         raise unsupported(name, "elements must be spread", *held_layouts(args, kwargs))
     return pointwise(name, lambda x: func(x, values, **rest), (elements,), {})
+
+
+@rule("conv_tbc")
+def convolve_times_first(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A convolution of (times, batch, channels)."""
+    given = named(args, kwargs, weight=None, bias=None, pad=0)
+    outlines(func, args, kwargs)  # torch's own error
+    x, weight = args[0].permute(1, 2, 0), given["weight"].permute(2, 1, 0)
+    return F.conv1d(x, weight, given["bias"], padding=given["pad"]).permute(2, 0, 1)
 
 
 @rule("lp_pool1d", "lp_pool2d", "lp_pool3d")

@@ -465,7 +465,7 @@ _ALONG = {  # the position of the dimension among the arguments, and its default
 }  # fmt: skip
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "glu")
+@rule("cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "glu")
 def mix_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Functions of whole lines along a dimension, which keep the others."""
     x = args[0]
@@ -591,21 +591,3 @@ def _counted(own: torch.Tensor, layout: Layout) -> Tensor:
     shape = tuple(own.shape)
     separate = Layout(layout.partition, shape, tuple(Cut.whole(n) for n in shape), shared)
     return made(move(separate, separate.summed).apply(own), separate.summed)
-
-
-@rule("diff")
-def diff(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Differences of adjacent values along a dimension."""
-    x, n = args[0], argument(args, kwargs, 1, "n", 1)
-    (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout)
-    ends = argument(args, kwargs, 3, "prepend"), argument(args, kwargs, 4, "append")
-    outlines(func, args, kwargs)  # torch's own error
-    if n == 0:  # torch ignores both ends
-        return x.clone()
-    if any(each is not None for each in ends):
-        x = torch.cat([each for each in (ends[0], x, ends[1]) if each is not None], dim)
-    for _ in range(n):
-        length = max(0, x.shape[dim] - 1)
-        after, before = x.narrow(dim, x.shape[dim] - length, length), x.narrow(dim, 0, length)
-        x = after ^ before if x.dtype == torch.bool else after - before
-    return x
