@@ -104,6 +104,40 @@ def test_kernels_give_what_torch_gives(run: Run, grid: Any, shape: Any) -> None:
     assert all(count == 8 for count in run(compare, grid, shape, nprocs=nprocs, timeout=60))
 
 
+def normalize_twice(norm: Callable[..., Any]) -> None:
+    """Gradients that are differentiated again, with hooks, where an input depends on another."""
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 1])
+    found = []
+    for spreads in (False, True):
+        x: Any = values(2, 4, 5, 3, seed=0)
+        x = (tessel.spread(x, P) if spreads else x).requires_grad_()
+        weight, bias = (values(4, seed=seed).requires_grad_() for seed in (1, 2))
+        for each in (x, weight, bias):
+            each.register_hook(lambda grad: 3 * grad)
+        y = norm(norm(x, weight, bias) + x, weight, bias)
+        with torch.no_grad():
+            bias.add_(1)  # no gradient depends on its values
+        xs = (x, weight, bias)
+        first = torch.autograd.grad((y.sin() * y).sum(), xs, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum((g**2).sum() for g in first), xs)])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        ours = ours.full() if isinstance(ours, tessel.Tensor) else ours
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def by_batch(x: Any, weight: Tensor, bias: Tensor) -> Any:
+    return F.batch_norm(x, None, None, weight, bias, training=True)
+
+
+def by_groups(x: Any, weight: Tensor, bias: Tensor) -> Any:
+    return F.group_norm(x, 2, weight, bias)
+
+
+@pytest.mark.parametrize("norm", [by_batch, by_groups])
+def test_one_weight_twice(run: Run, norm: Any) -> None:
+    run(normalize_twice, norm, nprocs=2, timeout=60)
+
+
 def mixed() -> list[str]:
     """Numbers that the processor's kernels do not take: torch's functions do."""
     P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 1])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -232,6 +233,84 @@ def test_no_gradient_is_wanted() -> None:
     with torch.inference_mode():
         y = convolve(x, weight, bias)
     assert_equal([y], [F.conv3d(x, weight, bias, padding=1)])
+
+
+def test_biases_in_any_memory() -> None:
+    x, weight, bias = operands(VOLUME, KERNEL)
+    for each in (bias.repeat_interleave(2)[::2], bias[1].expand(4), torch._neg_view(bias)):
+        y: Any = convolve(x, weight, each)
+        assert_equal([y], [F.conv3d(x, weight, each.clone(), padding=1)])
+
+
+def by_torch(x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    return F.conv3d(x, weight, bias, padding=1)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_bias_is_changed_before_the_backward_pass(twice: bool) -> None:
+    found = []
+    for function in (convolve, by_torch):
+        xs = [each.requires_grad_() for each in operands(VOLUME, KERNEL)]
+        y: Any = function(*xs)
+        with torch.no_grad():
+            xs[2].add_(1)
+        found.append(torch.autograd.grad(y.sum(), xs, create_graph=twice))
+    assert_equal(*found)
+
+
+def test_operands_depend_on_one_another_and_have_hooks() -> None:
+    """A gradient that is differentiated again is that of each operand alone, and hooks get it."""
+    found = []
+    for function in (convolve, by_torch):
+        xs = [each.requires_grad_() for each in operands(VOLUME, KERNEL)]
+        x = xs[0] * xs[1].sum()
+        given = [x, xs[1] * xs[2][0], xs[2]]
+        for k, each in enumerate(given):
+            each.register_hook(lambda grad, factor=k + 2: grad * factor)
+        given[0].retain_grad()
+        y: Any = function(*given)
+        (y.sin() * y).sum().backward(create_graph=True, inputs=xs)
+        first = [each.grad for each in (*xs, x)]
+        second = torch.autograd.grad(sum((g * g).sum() for g in first[:3] if g is not None), xs)
+        found.append([*first, *second])
+    assert_equal(*found)
+
+
+def test_autocast_is_on_in_the_backward_pass() -> None:
+    found = []
+    for function in (convolve, by_torch):
+        xs = [each.requires_grad_() for each in operands(VOLUME, KERNEL)]
+        y: Any = function(*xs)
+        with torch.autocast("cpu"):
+            found.append(torch.autograd.grad(y, xs, y.detach(), create_graph=True))
+    assert_equal(*found)
+
+
+def test_the_backward_pass_is_derived_in_forward_mode() -> None:
+    found = []
+    for function in (convolve, by_torch):
+        xs = [each.requires_grad_() for each in operands(VOLUME, KERNEL)]
+        y: Any = function(*xs)
+        with forward_ad.dual_level():
+            grads = torch.autograd.grad(y, xs, forward_ad.make_dual(y.detach(), y.detach().sin()))
+            found.append([part for grad in grads for part in forward_ad.unpack_dual(grad)])
+    assert_equal(*found)
+
+
+class Tenfold(torch.Tensor):
+    """A weight with convolutions of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return 10 * y if func is F.conv3d else y
+
+
+def test_a_weight_with_convolutions_of_its_own() -> None:
+    x, weight, bias = operands(VOLUME, KERNEL)
+    assert calls(convolve, x, weight.as_subclass(Tenfold), bias) == 0
+    assert calls(convolve, x, weight, bias.as_subclass(Tenfold)) == 0
+    assert calls(convolve, x, torch.nn.Parameter(weight), torch.nn.Parameter(bias)) == 1
 
 
 def test_torch_says_what_is_wrong() -> None:

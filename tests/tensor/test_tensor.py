@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tessel
 from parity import close, values
@@ -292,6 +293,32 @@ def check_round_ways() -> None:
     ):
         with pytest.raises((ValueError, RuntimeError, TypeError, BufferError)):
             taken()
+
+
+def check_hooks_of_plain_tensors(way: str) -> None:
+    """Hooks of a plain tensor that such code uses are called as in one process: for the sum."""
+    results = []
+    for x in (values(SHAPE, 1).requires_grad_(), spread().detach().requires_grad_()):
+        scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        got: list[Tensor] = []
+        scale.register_hook(lambda grad, got=got: got.append(grad) or 3 * grad)
+        scale.register_post_accumulate_grad_hook(lambda p, got=got: got.append(p.grad.clone()))
+        y: Any = x * scale
+        if "checkpoint" in way:
+            y = checkpoint(torch.mul, y, scale, use_reentrant=True)
+        if "function" in way:
+            y = Cube.apply(y, scale)
+        (y * values(SHAPE, 9)).sum().backward()
+        x_grad = x.grad.full() if isinstance(x, tessel.Tensor) else x.grad
+        results.append([x_grad, scale.grad, *got])
+    assert len(results[0]) == len(results[1]) == 4
+    for a, b in zip(*results, strict=True):
+        close("gradient", b, a, 1e-11)
+
+
+@pytest.mark.parametrize("way", ["function", "checkpoint", "function of a checkpoint"])
+def test_hooks_of_plain_tensors(run: Run, way: str) -> None:
+    run(check_hooks_of_plain_tensors, way, nprocs=2)
 
 
 @torch.jit.script

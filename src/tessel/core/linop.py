@@ -649,10 +649,15 @@ class DifferentiableMap(Protocol):
     Attributes:
         first_kept: the index of the first result that `vjp` gets, with all behind it. Results that
             are not kept may be freed, or changed in place.
+        num_unread: how many inputs, the last ones, have values on which no gradient depends. They
+            may be changed in place, too.
     """
 
     @property
     def first_kept(self) -> int: ...
+
+    @property
+    def num_unread(self) -> int: ...
 
     @property
     def group(self) -> transport.Group:
@@ -852,6 +857,8 @@ class _ApplyMap(_ApplyAnyMode):
         ctx.call = _number_of_call(ctx.function)
         ctx.num_inputs = len(xs)
         ctx.set_materialize_grads(False)
+        for k in range(len(xs) - ctx.function.num_unread, len(xs)):
+            xs[k] = None if xs[k] is None else xs[k].data  # which autograd allows to be changed
         ctx.save_for_backward(*xs, *output[ctx.function.first_kept :])
 
     @staticmethod

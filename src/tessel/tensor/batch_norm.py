@@ -52,6 +52,7 @@ class KernelNorm:
     composed: Callable[..., Tensor]
 
     first_kept = 1  # y may be changed in place
+    num_unread = 1  # no gradient depends on b
 
     @property
     def group(self) -> Group:
@@ -217,12 +218,20 @@ def derived(
     xs: Sequence[Tensor | None],
 ) -> Sequence[Tensor | None]:
     """The gradients of the composition, which can be differentiated again."""
-    wanted = [x for x, need in zip(xs, needs, strict=True) if need and x is not None]
-    found: Any = torch.autograd.grad(
-        composed(*xs), wanted, grad, create_graph=True, materialize_grads=True
-    )
+    # They are those of aliases. An input may depend on another, as where a weight is used twice,
+    # and this would count too; and the inputs' hooks are for the sum of all gradients.
+    given = [_alias(x) if need and x is not None else x for x, need in zip(xs, needs, strict=True)]
+    wanted = [x for x, need in zip(given, needs, strict=True) if need and x is not None]
+    with torch.autocast(grad.device.type, enabled=False):  # as in the map itself
+        found: Any = torch.autograd.grad(
+            composed(*given), wanted, grad, create_graph=True, materialize_grads=True
+        )
     each = iter(found)
     return [next(each) if need else None for need in needs]
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def gradient_sums(

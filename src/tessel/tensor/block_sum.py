@@ -185,6 +185,7 @@ class BlockSum:
     like: tuple[int, ...] = ()
 
     first_kept = 0
+    num_unread = 0
 
     def __post_init__(self) -> None:
         self.schedule.partition.prepare()

@@ -127,6 +127,7 @@ class BlockwiseAttention:
     batch: Shape
 
     first_kept = 0
+    num_unread = 0
 
     def __post_init__(self) -> None:
         self.schedule.partition.prepare()

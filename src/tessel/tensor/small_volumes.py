@@ -30,6 +30,7 @@ from tessel.tensor.windowed import Numbers
 MOST_SLOW = 20480  # the product up to which torch does not use oneDNN (ATen's Convolution.cpp)
 MOST_TAPS = 3  # of a kernel along a dimension
 LEAST_PRODUCTS = 1 << 20  # of values and weights; for fewer, torch's way is faster
+_PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may convolve in another way
 DimOrder = tuple[int, int, int]
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class SmallConvolution:
     composed: Callable[..., Tensor]
 
     first_kept = 1  # y may be changed in place
+    num_unread = 1  # no gradient depends on b
     group: Any = None  # it moves nothing
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
@@ -54,6 +56,8 @@ class SmallConvolution:
         assert x is not None and weight is not None
         stride, padding, dilation = self.numbers
         convolve: Any = torch.ops.aten.mkldnn_convolution
+        # it reads the memory of the bias without its strides
+        bias = None if bias is None else bias.contiguous()
         y: Tensor = convolve(
             x.contiguous(), weight.contiguous(), bias, padding, stride, dilation, 1
         )
@@ -71,7 +75,12 @@ class SmallConvolution:
             return derived(self.composed, grad, needs, xs)
         stride, padding, dilation = self.numbers
         # torch chooses its way by the format of x; its own is faster for the gradient of a channel
-        by_torch = (needs[0] and x.shape[1] == 1) or not torch.backends.mkldnn.enabled
+        by_torch = (
+            (needs[0] and x.shape[1] == 1)
+            or not torch.backends.mkldnn.enabled
+            or in_transform()
+            or is_compiling()
+        )
         given = x.contiguous() if by_torch else x.contiguous().to_mkldnn()
         backward: Any = torch.ops.aten.convolution_backward
         found: Sequence[Tensor | None] = backward(
@@ -144,9 +153,9 @@ def _can_be_called(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         or is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch.is_autocast_enabled("cpu")
-        or type(x) is not Tensor
         or not torch.backends.mkldnn.is_available()
         or is_channels_last(x)
+        or any(each is not None and type(each) not in _PLAIN for each in (x, weight, bias))
         or any(each is not None and each.dtype != torch.float32 for each in (weight, bias))
         or 0 in x.shape
     )

@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -385,6 +386,26 @@ def made(part: torch.Tensor, layout: Layout) -> Tensor:
     return Tensor(part, layout)
 
 
+@contextmanager
+def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Call no hooks of leaves: the parts' pass calls them, for the whole gradient."""
+    with DisableTorchFunctionSubclass():
+        hooks: list[Any] = [
+            each
+            for leaf in leaves
+            for each in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
+            if each
+        ]
+    put_aside = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()  # autograd refers to these dictionaries
+    try:
+        yield
+    finally:
+        for each, them in zip(hooks, put_aside, strict=True):
+            each.update(them)
+
+
 class _WrapperNode:
     """A piece of the wrappers' graph as one node of the parts' graph, and its derivative.
 
@@ -449,19 +470,21 @@ class _WrapperNode:
             # meanwhile, gradients of other passes are put aside.
             before = self._exchanged([None] * len(self.leaves))
             try:
-                _run_backward(ends, seeds, True, False, (), True, accumulate_grad=True)
+                with _without_hooks(self.leaves):
+                    _run_backward(ends, seeds, True, False, (), True, accumulate_grad=True)
             finally:
                 found = tuple(self._exchanged(before))
         else:
-            found = _run_backward(
-                ends,
-                seeds,
-                True,  # only the parts' graph knows when it can be freed
-                torch.is_grad_enabled(),
-                (*self.leaves, *self.used),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
+            with _without_hooks(self.leaves):
+                found = _run_backward(
+                    ends,
+                    seeds,
+                    True,  # only the parts' graph knows when it can be freed
+                    torch.is_grad_enabled(),
+                    (*self.leaves, *self.used),
+                    allow_unreachable=True,
+                    accumulate_grad=False,
+                )
         grads: list[torch.Tensor | None] = []
         for each, of in zip(found, self.leaves, strict=False):
             # as in the parts' graph: in the layout of its tensor, or plain if that is plain
