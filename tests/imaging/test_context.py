@@ -243,6 +243,21 @@ def test_workers_share_gpus(
         assert str(ctx.device) == "cpu"
 
 
+def test_a_worker_stays_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the one that it took when it joined the job, whatever its local rank is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    monkeypatch.setattr(tessel.transport, "own_gpu", lambda: 1)
+    monkeypatch.setenv("TESSEL_LAUNCHER", "none")  # the variables name no job
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with DistributedContext() as ctx:
+            assert str(ctx.device) == "cuda:1"
+
+
 def stays(nested: bool) -> float:
     """A context in a job that runs already leaves it as it is."""
     before = tessel.world()

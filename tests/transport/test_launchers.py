@@ -13,12 +13,15 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -337,7 +340,7 @@ def test_tasks_that_cannot_meet_raise(environ: dict[str, str], text: str) -> Non
         find_job(environ)
 
 
-LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1"}
+LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.mark.parametrize("variables", [OF_OPEN_MPI, OF_MPICH, OF_SRUN, OF_FLUX])
@@ -354,6 +357,68 @@ def test_a_world_of_one_that_was_left_over_raises(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert world.launched_task() == (0, 1)
+
+
+@pytest.mark.parametrize("variables", [OF_OPEN_MPI, OF_MPICH, OF_SRUN, OF_FLUX])
+def test_one_rank_for_all_tasks_raises(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a batch script that exports its own SLURM_PROCID."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (variables | meeting | {"RANK": "0", "WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"RANK is 0, but this is task [123] of .*; unset RANK"):
+        tessel.world()
+    # tasks in another order, more workers than tasks, or those of torchrun in each task
+    for name, value in (
+        ("RANK", "2" if variables is not OF_MPICH else "1"),
+        ("WORLD_SIZE", "8"),
+        ("TORCHELASTIC_RUN_ID", "7"),
+        ("TESSEL_LAUNCHER", "none"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            given = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            assert world.launched_task() == given
+
+
+OF_A_SCRIPT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+
+
+@pytest.mark.parametrize(
+    ("variables", "more"),
+    [
+        # a script that sets RANK=$OMPI_COMM_WORLD_RANK and the like, under another mpirun
+        (OF_MPICH, dict.fromkeys(OF_A_SCRIPT, "")),
+        (OF_MPICH, {"WORLD_SIZE": "4", "RANK": ""}),
+        # and one that sets no place to meet, which the launcher gives
+        (OF_OPEN_MPI, {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}),
+        (OF_SRUN, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": ""}),
+    ],
+)
+def test_scripts_may_set_some_of_the_variables_of_torchrun(
+    variables: dict[str, str], more: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*OF_A_SCRIPT, "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that they are gone afterwards
+        monkeypatch.delenv(name)
+    for name, value in (variables | more).items():
+        monkeypatch.setenv(name, value)
+    job = find_job(variables)
+    assert job is not None and world.launched_as() == str(job)
+    assert world.launched_task() == (job.rank, job.workers)
+    met: list[LaunchedJob] = []
+    monkeypatch.setattr(world, "meet", lambda job, limit: met.append(job) or dist.HashStore())
+    monkeypatch.setattr(world, "_gpus_seen", tuple)
+    monkeypatch.setattr(world, "_own_gpu", lambda store, place: None)
+    monkeypatch.setattr(world, "_places", {})
+    monkeypatch.setattr(world.dist, "init_process_group", lambda *args, **settings: None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    assert world.join() and met == [job]
+    assert {name: os.environ[name] for name in OF_A_SCRIPT} == {
+        name: job.variables[name] for name in OF_A_SCRIPT
+    }
 
 
 def test_pbs_lists_its_hosts_in_a_file(tmp_path: Path) -> None:
@@ -513,19 +578,61 @@ def test_addresses_at_which_worker_0_cannot_listen(address: str, local: int, tex
         meet(job, timedelta(seconds=1))
 
 
-def test_gpus_that_the_launcher_has_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound, shared = (find_job(OF_SRUN | {"SLURM_GPUS_PER_TASK": n}) for n in ("1", "0"))
-    assert bound is not None and bound.binds_gpus
-    assert shared is not None and not shared.binds_gpus
-    for name, value in bound.variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(world.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(world, "_places", {})
-    with pytest.warns(UserWarning, match="2 workers on a host with 1 GPUs"):
-        assert not world._has_own_gpu()
-    world._places[world._key()] = world._LauncherStore(None, 3, 4, binds_gpus=True)
-    assert world._has_own_gpu()
+A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
+
+
+@pytest.mark.parametrize(
+    ("workers", "numbers"),
+    [
+        ([(0, (A, B)), (1, (A, B))], [0, 1]),
+        ([(1, (A, B, C)), (0, (A, B, C))], [1, 0]),  # by local rank
+        ([(0, (A, B)), (0, (A, B))], [0, 1]),  # which nobody has set
+        ([(0, (A, B)), (1, (A, B)), (0, (C, D)), (1, (C, D))], [0, 1, 0, 1]),  # two hosts
+        # CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK, and srun --gpus-per-task=1
+        ([(0, (A,)), (1, (B,)), (2, (C,))], [0, 0, 0]),
+        # srun --gpu-bind=closest, in the order of numbers and in turns
+        ([(0, (C, D)), (1, (C, D)), (2, (A, B)), (3, (A, B))], [0, 1, 0, 1]),
+        ([(0, (A, B)), (1, (C, D)), (2, (A, B)), (3, (C, D))], [0, 0, 1, 1]),
+    ],
+)
+def test_each_worker_has_a_gpu(workers: list[tuple[int, tuple[str, ...]]], numbers: Any) -> None:
+    assert world.shared_out(workers) == (numbers, "")
+
+
+@pytest.mark.parametrize(
+    ("workers", "problem"),
+    [
+        ([(0, ()), (1, ())], ""),
+        ([(0, (A,)), (1, (A,))], "2 workers see the same 1 GPU"),
+        ([(0, (A, B)), (1, (A, B)), (2, (A, B)), (0, (C,))], "3 workers see the same 2 GPUs"),
+        ([(0, (A,)), (0, ())], "1 of 2 workers see no GPU"),
+        ([(0, (A, B)), (1, (B, A)), (2, (A, C))], "workers 0, 2 see other GPUs each, but not one"),
+    ],
+)
+def test_workers_share_gpus(workers: list[tuple[int, tuple[str, ...]]], problem: str) -> None:
+    numbers, said = world.shared_out(workers)
+    assert numbers == [] and said.startswith(problem) and bool(said) is bool(problem)
+
+
+@pytest.mark.parametrize("seen", [[(A,), (B,)], [(A,), (A,)], [(), ()]])
+def test_all_workers_choose_gpus_alike(
+    seen: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they join, in the store in which they meet."""
+    store, here = dist.HashStore(), threading.local()
+    monkeypatch.setattr(world, "_gpus_seen", lambda: seen[here.rank])
+
+    def choose(rank: int) -> int | None:
+        here.rank = rank
+        return world._own_gpu(store, world._LauncherStore(store, rank, 2))
+
+    with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(2) as threads:
+        warnings.simplefilter("always")
+        found = list(threads.map(choose, range(2)))
+    assert found == ([0, 0] if len({*seen}) == 2 else [None, None])
+    texts = [str(each.message) for each in caught]
+    assert all(each.startswith("2 workers see the same 1 GPU: tensors") for each in texts)
+    assert len(texts) == (2 if seen == [(A,), (A,)] else 0)
 
 
 # --- the launchers themselves

@@ -276,6 +276,8 @@ class DistributedContext:
             asks = self.device_mode == "gpu"
             problem = ": device_mode 'gpu' was requested, but this host has 0 GPUs"
             return torch.device("cpu"), problem if asks else ""
+        if (own := transport.own_gpu()) is not None:
+            return torch.device("cuda", own), ""
         here, place = whole_number("LOCAL_WORLD_SIZE", 1), whole_number("LOCAL_RANK", 0)
         if gpus < here and place == 0:
             warnings.warn(

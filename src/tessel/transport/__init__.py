@@ -46,4 +46,5 @@ from tessel.transport.wire import share_over as share_over
 from tessel.transport.world import is_distributed as is_distributed
 from tessel.transport.world import launched_as as launched_as
 from tessel.transport.world import num_workers as num_workers
+from tessel.transport.world import own_gpu as own_gpu
 from tessel.transport.world import this_worker as this_worker

@@ -181,7 +181,6 @@ class LaunchedJob:
         address: the address at which worker 0 listens.
         port: the port at which worker 0 listens.
         name: the name of the job, different for each start if the launcher provides that.
-        binds_gpus: whether each task sees only GPUs of its own.
     """
 
     launcher: Launcher
@@ -192,7 +191,6 @@ class LaunchedJob:
     address: str
     port: int
     name: str
-    binds_gpus: bool = False
 
     @property
     def variables(self) -> dict[str, str]:
@@ -288,7 +286,6 @@ def find_job(environ: Environ) -> LaunchedJob | None:
         address,
         port,
         name,
-        launcher is SLURM and environ.get("SLURM_GPUS_PER_TASK", "0") not in ("", "0"),
     )
 
 
@@ -336,19 +333,29 @@ def _check_alone(environ: Environ) -> None:
             )
 
 
-def check_world_of_one(environ: Environ) -> None:
-    """Raise if WORLD_SIZE is 1, as left over from another program, in one of several tasks.
+def check_given(environ: Environ) -> None:
+    """Raise if RANK and WORLD_SIZE, in one of several tasks, cannot be meant for this one.
 
-    torchrun and tessel run, which set WORLD_SIZE themselves, may start a worker in each task.
+    Such as a WORLD_SIZE of 1, as left over from another program, or a RANK of 0 in all tasks, as
+    of a batch script that exports RANK=$SLURM_PROCID. torchrun and tessel run set both themselves,
+    for any number of workers in each task.
     """
-    if environ["WORLD_SIZE"].strip() != "1" or "TORCHELASTIC_RUN_ID" in environ:
+    rank, workers = environ["RANK"].strip(), environ["WORLD_SIZE"].strip()
+    if "TORCHELASTIC_RUN_ID" in environ or (rank != "0" and workers != "1"):
         return
     launcher = find_launcher(environ)
-    workers = None if launcher is None else task_of(environ, launcher)[1]
-    if launcher is not None and workers is not None and workers > 1:
+    if launcher is None:
+        return
+    task, tasks = task_of(environ, launcher)
+    if workers == "1" and tasks is not None and tasks > 1:
         raise ValueError(
-            f"WORLD_SIZE is 1, but {launcher.command} says {workers}; unset RANK and WORLD_SIZE, "
-            f"or {_WAY_OUT}"
+            f"WORLD_SIZE is 1, but {launcher.command} says {tasks}; unset RANK and WORLD_SIZE, or "
+            f"{_WAY_OUT}"
+        )
+    if rank == "0" and task and workers == str(tasks):
+        raise ValueError(
+            f"RANK is 0, but this is task {task} of {launcher.command}; unset RANK, if all tasks "
+            f"have the same from the script that starts them, or {_WAY_OUT}"
         )
 
 
