@@ -144,6 +144,29 @@ def test_mpi_for_one_thread_leaves_it_to_gloo(tmp_path: Path) -> None:
     assert "tensors are sent over Gloo between hosts, not MPI: worker 0: MPI was" in first
 
 
+BROKEN = (
+    HEAD
+    + """
+import warnings
+if os.environ["OMPI_COMM_WORLD_RANK"] == "3":
+    sys.modules["mpi4py.MPI"] = None  # import raises
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    total = tessel.nn.AllSumReduce(tessel.world(), [0])(torch.ones(3))
+say(float(total[0]), transport.between_hosts())
+"""
+)
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_worker_that_cannot_load_mpi_leaves_all_to_gloo(tmp_path: Path) -> None:
+    """None waits in the start of MPI for a worker that never comes there."""
+    said = said_by(tmp_path, BROKEN)
+    assert all(each.startswith("4.0 Gloo: worker 3: MPI cannot be loaded") for each in said), said
+
+
 WAITS = (
     HEAD
     + """
@@ -266,6 +289,22 @@ def test_what_keeps_from_mpi_is_known_before_it_starts(
 def test_without_mpi4py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: None)
     assert why_not(OPEN_MPI, 1, 4, False).startswith("mpi4py is not installed (pip install mpi4py")
+
+
+def test_mpi4py_for_another_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise ImportError("libmpi.so.12: cannot open shared object file")
+
+    pytest.importorskip("mpi4py")
+    loads = mpi.importlib.import_module
+    monkeypatch.setattr(
+        mpi.importlib, "import_module", lambda name: (load if "." in name else loads)(name)
+    )
+    problem = mpi.load()
+    assert problem.startswith(
+        "MPI cannot be loaded: libmpi.so.12: cannot open shared object file ("
+    )
+    assert "--no-binary mpi4py" in problem and "MPI4PY_MPIABI" in problem
 
 
 def test_all_workers_come_to_one_conclusion() -> None:

@@ -347,8 +347,12 @@ class _Job:
 
     def _use_mpi(self, job_group: Group, salt: int, is_asked_for: bool) -> None:
         """Use MPI between hosts, if all workers can."""
-        states = job_group.share_objects(mpi.start())
-        problem, membership = mpi.problem_of(states), self.membership
+        membership, states = self.membership, [mpi.MpiState()]
+        problems = job_group.share_objects(mpi.load())
+        problem = next((f"worker {w}: {each}" for w, each in enumerate(problems) if each), "")
+        if not problem:
+            states = job_group.share_objects(mpi.start())
+            problem = mpi.problem_of(states)
         if not problem:
             ranks = [state.rank for state in states]
             given = ranks, salt, membership.watch, membership.host, states[0].library

@@ -36,6 +36,10 @@ from tessel.transport.wire import AGREEMENT, as_bytes, packed, staged_for
 
 CHUNK = 2**30  # largest message in bytes: MPI counts them in 32 bits
 SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 2e-4, 100  # seconds; naps between checks
+BUILT_WITH_ANOTHER = (
+    "build mpi4py with the MPI library of mpirun: pip install --force-reinstall --no-binary mpi4py "
+    "mpi4py; or let its wheel take that library: MPI4PY_MPIABI=openmpi or mpich"
+)
 WAY_OUT = "TESSEL_TRANSPORT=shared sends by Gloo between hosts"
 
 
@@ -88,15 +92,33 @@ def _is_running() -> bool:
     return module is not None and module.Is_initialized() and not module.Is_finalized()
 
 
+def load() -> str:
+    """Load the MPI library without starting it; return why that cannot be done, if so.
+
+    MPI waits for all of its processes while it starts, also for those that cannot load it.
+    """
+    rc = importlib.import_module("mpi4py").rc
+    before = rc.initialize, rc.finalize
+    try:
+        rc.initialize, rc.finalize = False, True if rc.finalize is None else rc.finalize
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # mpi4py is built with another library
+        return f"MPI cannot be loaded: {error} ({BUILT_WITH_ANOTHER})"
+    finally:
+        rc.initialize, rc.finalize = before
+    return ""
+
+
 def start() -> MpiState:
     """Start MPI, unless this process already has; all workers do so together."""
+    MPI, rc = _mpi(), sys.modules["mpi4py"].rc
     try:
-        MPI: Any = importlib.import_module("mpi4py.MPI")
         if MPI.Is_finalized():
             return MpiState("MPI has been finalized")
         if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    except (ImportError, RuntimeError) as error:  # a different library, or a broken installation
+            level = rc.thread_level.upper() if rc.threads else "SINGLE"
+            MPI.Init_thread(getattr(MPI, f"THREAD_{level}"))
+    except RuntimeError as error:
         return MpiState(f"MPI does not start: {error}")
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         return MpiState(
