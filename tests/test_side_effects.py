@@ -184,7 +184,7 @@ CHANGES = {
         "warnings.filterwarnings",
     },
     "transport/device_wait.py": {"handle._get_backend(torch.device('cuda'))._set_default_timeout"},
-    "transport/world.py": {"os.environ.setdefault"},
+    "transport/world.py": {"os.environ.setdefault", "os.environ[name]"},
 }
 
 

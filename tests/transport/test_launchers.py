@@ -359,27 +359,21 @@ def test_a_world_of_one_that_was_left_over_raises(
             assert world.launched_task() == (0, 1)
 
 
-@pytest.mark.parametrize("variables", [OF_OPEN_MPI, OF_MPICH, OF_SRUN, OF_FLUX])
-def test_one_rank_for_all_tasks_raises(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_one_rank_for_all_tasks_is_named_when_they_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of a batch script that exports its own SLURM_PROCID."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in (variables | meeting | {"RANK": "0", "WORLD_SIZE": "4"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"RANK is 0, but this is task [123] of .*; unset RANK"):
-        tessel.world()
-    # tasks in another order, more workers than tasks, or those of torchrun in each task
-    for name, value in (
-        ("RANK", "2" if variables is not OF_MPICH else "1"),
-        ("WORLD_SIZE", "8"),
-        ("TORCHELASTIC_RUN_ID", "7"),
-        ("TESSEL_LAUNCHER", "none"),
-    ):
-        with monkeypatch.context() as patch:
+    with socket.create_server(("127.0.0.1", 0)) as first:  # where task 0 listens
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(first.getsockname()[1])}
+        for name, value in (OF_SRUN | place | {"RANK": "0", "WORLD_SIZE": "4"}).items():
+            monkeypatch.setenv(name, value)
+        text = "RANK is 0 and WORLD_SIZE is 4, but this is task 3 of 4 of srun: unset both"
+        with pytest.raises(RuntimeError, match=f"(?s)listen.*{text}"):
+            tessel.world()
+    for name, value in (("TORCHELASTIC_RUN_ID", "7"), ("TESSEL_LAUNCHER", "none"), ("RANK", "3")):
+        with monkeypatch.context() as patch:  # those of torchrun in each task, or those of the task
             patch.setenv(name, value)
-            given = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            assert world.launched_task() == given
+            assert launchers.other_place(os.environ) == ""
 
 
 OF_A_SCRIPT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")

@@ -333,30 +333,39 @@ def _check_alone(environ: Environ) -> None:
             )
 
 
-def check_given(environ: Environ) -> None:
-    """Raise if RANK and WORLD_SIZE, in one of several tasks, cannot be meant for this one.
+def check_world_of_one(environ: Environ) -> None:
+    """Raise if WORLD_SIZE is 1, as left over from another program, in one of several tasks.
 
-    Such as a WORLD_SIZE of 1, as left over from another program, or a RANK of 0 in all tasks, as
-    of a batch script that exports RANK=$SLURM_PROCID. torchrun and tessel run set both themselves,
-    for any number of workers in each task.
+    torchrun and tessel run, which set WORLD_SIZE themselves, may start a worker in each task.
     """
-    rank, workers = environ["RANK"].strip(), environ["WORLD_SIZE"].strip()
-    if "TORCHELASTIC_RUN_ID" in environ or (rank != "0" and workers != "1"):
+    if environ["WORLD_SIZE"].strip() != "1" or "TORCHELASTIC_RUN_ID" in environ:
         return
     launcher = find_launcher(environ)
+    workers = None if launcher is None else task_of(environ, launcher)[1]
+    if launcher is not None and workers is not None and workers > 1:
+        raise ValueError(
+            f"WORLD_SIZE is 1, but {launcher.command} says {workers}; unset RANK and WORLD_SIZE, "
+            f"or {_WAY_OUT}"
+        )
+
+
+def other_place(environ: Environ) -> str:
+    """What the launcher says if RANK and WORLD_SIZE are not those of this task; else nothing.
+
+    They may be meant so: a task may start several workers. Or a batch script exports its own
+    RANK=$SLURM_PROCID for all tasks, which then all are worker 0, and never meet.
+    """
+    launcher = None if "TORCHELASTIC_RUN_ID" in environ else find_launcher(environ)
     if launcher is None:
-        return
-    task, tasks = task_of(environ, launcher)
-    if workers == "1" and tasks is not None and tasks > 1:
-        raise ValueError(
-            f"WORLD_SIZE is 1, but {launcher.command} says {tasks}; unset RANK and WORLD_SIZE, or "
-            f"{_WAY_OUT}"
-        )
-    if rank == "0" and task and workers == str(tasks):
-        raise ValueError(
-            f"RANK is 0, but this is task {task} of {launcher.command}; unset RANK, if all tasks "
-            f"have the same from the script that starts them, or {_WAY_OUT}"
-        )
+        return ""
+    place = task_of(environ, launcher)
+    if None in place or place == (_number(environ, ("RANK",)), _number(environ, ("WORLD_SIZE",))):
+        return ""
+    return (
+        f"RANK is {environ['RANK']} and WORLD_SIZE is {environ['WORLD_SIZE']}, but this is task "
+        f"{place[0]} of {place[1]} of {launcher.command}: unset both if all tasks have the same "
+        f"ones from the script that starts them"
+    )
 
 
 def task_of(environ: Environ, launcher: Launcher) -> tuple[int | None, int | None]:

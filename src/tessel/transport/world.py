@@ -17,10 +17,11 @@ from tessel.joining import join_process_group
 from tessel.limits import time_limit
 from tessel.settings import warn_of_unknown, whole_number
 from tessel.transport.launchers import (
-    check_given,
+    check_world_of_one,
     find_job,
     find_launcher,
     meet,
+    other_place,
     own_interface,
 )
 
@@ -58,7 +59,7 @@ def _has_place() -> bool:
     """
     if not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
         return False
-    check_given(os.environ)
+    check_world_of_one(os.environ)
     return bool(os.environ.get("MASTER_ADDR")) or find_launcher(os.environ) is None
 
 
@@ -119,7 +120,12 @@ def join(backend: str | None = None) -> bool:
     if key not in _places:
         _places.clear()
         settings: dict[str, Any] = {} if limit is None else {"timeout": limit}
-        _places[key] = _LauncherStore(*next(dist.rendezvous("env://", **settings)))
+        try:
+            _places[key] = _LauncherStore(*next(dist.rendezvous("env://", **settings)))
+        except dist.DistError as error:
+            if problem := other_place(os.environ):
+                raise RuntimeError(f"{str(error).strip().rstrip('.')}. {problem}") from error
+            raise
     place = _places[key]
     place.jobs += 1
     # The store of the launcher outlives a job: a worker that joins the next job early must find
