@@ -88,7 +88,9 @@ def _spawn_forkserver(pid: int, preload: tuple[str, ...]) -> ForkServer:
     with theirs:
         fd = theirs.fileno()
         command = [sys.executable, "-c", _BOOT, str(fd), " ".join(preload), *map(str, sys.path)]
-        process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        # OpenBLAS then has no threads in workers before these set their number.
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=env, pass_fds=[fd], stdin=subprocess.DEVNULL)
     forkserver = ForkServer(mine, process.pid, process.poll)
     atexit.register(forkserver.close)
     return forkserver
