@@ -19,6 +19,7 @@ import types
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +61,11 @@ def what_torchrun_says():
 
 def num_threads():
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def all_threads():
+    numpy.ones((400, 400)) @ numpy.ones((400, 400))
+    return len(os.listdir("/proc/self/task")), os.environ.get("OPENBLAS_NUM_THREADS")
 
 
 def fail_on(worker, error):
@@ -208,6 +214,15 @@ def test_cores_are_shared_out(run):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert run(num_threads, nprocs=2) == [(threads, str(threads))] * 2
     assert launch(num_threads, 2, threads=3) == [(3, "3")] * 2
+
+
+@pytest.mark.parametrize(("chosen", "count"), [(None, 1), ("2", 2)])
+def test_numpy_has_no_thread_more(monkeypatch, chosen, count):
+    """As many as torch, or as the user wants, and none that waits for work."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", chosen)
+    assert launch(all_threads, 1, threads=1) == [(count, chosen)]
 
 
 def test_output_passes_through(run, capfd):

@@ -17,9 +17,11 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tessel.cli import worker
-from tessel.launch.environment import flush_outputs, use_threads
-from tessel.launch.fork import fork, unshare_randomness
+from tessel.launch.environment import flush_outputs, use_threads, use_threads_in_numpy
+from tessel.launch.fork import die_with, fork, unshare_randomness
 
 _LOOPBACK = "127.0.0.1"
 _TICK = 0.02  # seconds between two looks at the workers
@@ -41,6 +43,11 @@ def can_fork() -> bool:
     """Whether this process can fork workers."""
     is_used = dist.is_initialized() or torch.cuda.is_initialized() or threading.active_count() > 1
     return sys.platform == "linux" and not is_used
+
+
+def stops() -> list[signal.Signals]:
+    """The signals that stop a launcher: those that it does not ignore, as it does under `nohup`."""
+    return [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def count_gpus() -> int:
@@ -58,6 +65,7 @@ class ForkedJob:
     Args:
         target: the script or `-m` and the module, and its arguments.
         size: how many workers.
+        threads: how many threads each has; None for as many as this process.
         reports: the folder for their reports of failures.
         name: the name of the job.
 
@@ -67,6 +75,7 @@ class ForkedJob:
 
     target: Sequence[str]
     size: int
+    threads: int | None
     reports: Path
     name: str
     killed: set[int] = field(default_factory=set)
@@ -80,32 +89,32 @@ class ForkedJob:
         raises `SignalException`.
         """
         with socket.create_server((_LOOPBACK, 0), backlog=128) as listener:
-            port = listener.getsockname()[1]
             flush_outputs()
             gc.freeze()  # garbage collection in workers then does not copy shared memory
-            for rank in range(self.size):
-                pid = fork(lambda rank=rank: self._be_worker(rank, port, listener))  # type: ignore[misc]
-                self._running[pid] = rank
-            with _raised(_STOPS):
-                try:
-                    # the store of the rendezvous, in which workers are clients
-                    store = dist.TCPStore(
-                        *(_LOOPBACK, port),
-                        is_master=True,
-                        master_listen_fd=listener.detach(),
-                        wait_for_workers=False,
-                    )
-                    while self._running and not self._failed:
-                        time.sleep(_TICK)
-                        self._look()
-                    if self._running:
-                        time.sleep(_SECONDS_TO_SAY)
-                        self._look()
-                    self._end(signal.SIGTERM)
-                except SignalException as stop:
-                    self._end(stop.sigval)
-                    raise
+            if self.threads is not None:
+                use_threads_in_numpy(self.threads)
+            with _Stops() as asked:
+                be_worker = partial(self._be_worker, listener, os.getpid(), asked)
+                for rank in range(self.size):
+                    self._running[fork(partial(be_worker, rank))] = rank
+                # the store of the rendezvous, in which workers are clients
+                store = dist.TCPStore(
+                    *(_LOOPBACK, listener.getsockname()[1]),
+                    is_master=True,
+                    master_listen_fd=listener.detach(),
+                    wait_for_workers=False,
+                )
+                while self._running and not (self._failed or asked.signals):
+                    time.sleep(_TICK)
+                    self._look()
+                if self._running and not asked.signals:
+                    time.sleep(_SECONDS_TO_SAY)
+                    self._look()
+                self._end(asked)
                 del store  # until now, since workers are its clients
+        if asked.signals:
+            first = asked.signals[0]
+            raise SignalException(f"stopped by {first.name}", first)
         return self._failed
 
     def _look(self) -> None:
@@ -116,15 +125,18 @@ class ForkedJob:
                 continue
             del self._running[pid]
             if code := os.waitstatus_to_exitcode(status):
-                self._failed[rank] = ProcessFailure(rank, pid, code, str(self._report(rank)))
+                try:
+                    self._failed[rank] = ProcessFailure(rank, pid, code, str(self._report(rank)))
+                except (ValueError, KeyError, TypeError):  # it ended while it wrote its report
+                    self._failed[rank] = ProcessFailure(rank, pid, code, "")
 
-    def _end(self, number: int) -> None:
+    def _end(self, asked: _Stops) -> None:
         """End the workers that run, at first by a signal that they may handle."""
         deadline = time.monotonic() + _SECONDS_TO_END
-        self._signal(number)
+        self._signal(asked.signals[0] if asked.signals else signal.SIGTERM)
         self._signal(signal.SIGCONT)  # one that was stopped sees the other signal then
         while self._running:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or len(asked.signals) > 1:  # such as Ctrl-C twice
                 self.killed |= self._running.keys()
                 self._signal(signal.SIGKILL)
             time.sleep(_TICK)
@@ -142,12 +154,17 @@ class ForkedJob:
     def _report(self, rank: int) -> Path:
         return self.reports / f"{rank}.json"
 
-    def _be_worker(self, rank: int, port: int, listener: socket.socket) -> None:
+    def _be_worker(self, listener: socket.socket, launcher: int, asked: _Stops, rank: int) -> None:
         """Run the program, and end as an interpreter does."""
         os.setsid()  # Ctrl-C is for the launcher, which ends the workers
+        die_with(launcher)
+        asked.restore()
+        if asked.signals:  # until now
+            os._exit(128 + asked.signals[0])
+        os.environ |= self._variables(rank, listener.getsockname()[1])
         listener.close()
-        os.environ |= self._variables(rank, port)
-        use_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if self.threads is not None:
+            use_threads(self.threads)
         unshare_randomness()
         code = worker.main(list(self.target))
         # With the frames of the launcher on the stack, only C can end the interpreter: it waits for
@@ -177,16 +194,30 @@ class ForkedJob:
         }
 
 
-@contextlib.contextmanager
-def _raised(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Let signals raise `SignalException` inside of the `with` block."""
+class _Stops(contextlib.AbstractContextManager["_Stops"]):
+    """Notes the signals that would stop this process, instead of stopping it, in a `with` block.
 
-    def stop(number: int, frame: types.FrameType | None) -> None:
-        raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+    They interrupt nothing, so that it is always known which workers run.
 
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    Attributes:
+        signals: those that came.
+    """
+
+    def __init__(self) -> None:
+        self.signals: list[signal.Signals] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in stops()}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Let signals have their effect again; a fork in the block does so, too."""
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        self.signals.append(signal.Signals(number))

@@ -34,6 +34,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -42,7 +43,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tessel.cli import argument
-from tessel.cli.forked_job import ForkedJob, can_fork, count_gpus
+from tessel.cli.forked_job import ForkedJob, can_fork, count_gpus, stops
 from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, HostRendezvous
 from tessel.cli.stragglers import Stragglers
 from tessel.launch.gate import Endpoint, GateError, read_token
@@ -129,6 +130,8 @@ def execute(args: argparse.Namespace) -> int:
     """Run the workers; return 0, or the exit code of the worker that failed first."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     check_command(args, command)
+    if args.is_program and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else nobody learns how workers ended
     try:  # here, and not on each worker
         time_limit()
         for variable, options in _CHOICES.items():
@@ -137,9 +140,10 @@ def execute(args: argparse.Namespace) -> int:
         args.parser.error(str(error))
     n = args.workers or count_gpus() or usable_cores()
     # Workers inherit this. Torchrun would set one thread, regardless of the number of cores.
+    if args.threads is None and not os.environ.get("OMP_NUM_THREADS"):
+        args.threads = max(1, usable_cores() // n)
     if args.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // n)))
     if args.trace is not None:
         os.environ[TRACE] = args.trace
     target = ["-m", *command] if args.module else command
@@ -161,7 +165,7 @@ def _on_this_host(args: argparse.Namespace, n: int, target: Sequence[str], repor
     """Run workers that are forked."""
     _use_interface(loopback())
     _forget_token()
-    job = ForkedJob(target, n, Path(reports), str(uuid.uuid4()))
+    job = ForkedJob(target, n, args.threads, Path(reports), str(uuid.uuid4()))
     failures = [WorkerFailure.of(*each, job.killed) for each in job.run().items()]
     return report(failures, world_size=n) if failures else 0
 
@@ -260,7 +264,7 @@ def check_command(args: argparse.Namespace, command: Sequence[str]) -> None:
 def _config(
     args: argparse.Namespace, n: int, reports: str, rendezvous: HostRendezvous
 ) -> LaunchConfig:
-    options = {
+    options: dict[str, Any] = {
         "min_nodes": args.nnodes,
         "max_nodes": args.nnodes,
         "nproc_per_node": n,
@@ -272,10 +276,13 @@ def _config(
         "monitor_interval": 0.1,  # seconds between checks for the end of a worker
         "logs_specs": DefaultLogsSpecs(log_dir=reports),
     }
-    # Not all supported versions of torch have this option.
-    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
-        options["shutdown_timeout"] = _SECONDS_TO_END
-    return LaunchConfig(**options)
+    # Not all supported versions of torch have these options.
+    newer: dict[str, Any] = {
+        "shutdown_timeout": _SECONDS_TO_END,
+        "signals_to_handle": ",".join(number.name for number in stops()),
+    }
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(**options, **{k: v for k, v in newer.items() if k in known})
 
 
 @dataclass(frozen=True)
@@ -313,14 +320,15 @@ class WorkerFailure:
             time = failure.timestamp - _NOTICED_LATE_SECONDS
             return cls(rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher)
         info = message["extraInfo"]
+        # A report of elastic's `record` has less.
         return cls(
             rank,
-            info["exitcode"],  # the process may have been killed while it ended
+            info.get("exitcode", failure.exitcode),  # it may have been killed while it ended
             failure.pid,
-            time=info["time"],
+            time=info.get("time", failure.timestamp),
             error=message["message"],
             traceback=info["py_callstack"],
-            consequence=info["consequence"],
+            consequence=info.get("consequence", ended_by_launcher),
         )
 
     @property

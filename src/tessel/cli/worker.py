@@ -7,9 +7,10 @@ report of a failure for the launcher, which shows the first one.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import gc
 import io
-import json
+import marshal
 import os
 import re
 import runpy
@@ -21,6 +22,8 @@ import traceback
 import types
 import zipfile
 from importlib.machinery import SourceFileLoader
+from importlib.util import MAGIC_NUMBER
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
@@ -49,15 +52,11 @@ class Reporter(errors.ErrorHandler):
     """Writes the exception that ended this worker, and its time, for the launcher."""
 
     def record_exception(self, e: BaseException) -> None:
-        """Write `e` to the error file, or print it if there is no such file."""
+        """Write `e` to the error file, or print it if there is none, or no space for it."""
         trace = e.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in _FRAMES_BEFORE_THE_SCRIPT:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(e.with_traceback(trace)))
-        path = self._get_error_file_path()
-        if not path:
-            sys.stderr.write(text)
-            return
         now = time.time()  # elastic's time has whole seconds, too coarse to tell who was first
         info = {
             "py_callstack": text,
@@ -67,8 +66,12 @@ class Reporter(errors.ErrorHandler):
             "exitcode": exit_code(e),
         }
         message = f"{type(e).__name__}: {e}".removesuffix(": ")
-        with open(path, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": info}}, file)
+        path = self._get_error_file_path()
+        with contextlib.suppress(OSError):  # as on a full disk
+            if path:
+                block.write(Path(path), {"message": {"message": message, "extraInfo": info}})
+                return
+        sys.stderr.write(text)
 
 
 def is_consequence(error: BaseException | None) -> bool:
@@ -102,7 +105,11 @@ def _run(argv: list[str]) -> None:
         return
     vars(main).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec")
+        text = file.read()
+    if text.startswith(MAGIC_NUMBER):  # a file that Python has compiled: 16 bytes, and the code
+        code = marshal.loads(text[16:])
+    else:  # not with the __future__ of this module, as `compile` does
+        code = compile(text, path, "exec", dont_inherit=True)
     exec(code, vars(main))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -75,16 +76,29 @@ def use_threads(count: int) -> None:
     """Let torch and numpy use as many threads as if this process had begun with OMP_NUM_THREADS."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-    if _openblas_threads.get(os.getpid()) != count:
-        _openblas_threads[os.getpid()] = count
+    use_threads_in_numpy(count)
+
+
+def use_threads_in_numpy(count: int) -> None:
+    """Let numpy use as many threads, or as many as the user has set for OpenBLAS.
+
+    Forks need not set again what a process has set. That would start a thread for each core in
+    them, however many are used.
+    """
+    global _openblas_threads
+    wanted = os.environ.get("OPENBLAS_NUM_THREADS", "")
+    count = int(wanted) if wanted.isdecimal() and int(wanted) else count
+    if _openblas_threads != count:
+        _openblas_threads = count
         for path in _libraries("openblas"):
-            library = ctypes.CDLL(path)
-            for name in _OPENBLAS_SETTERS:
-                if (setter := getattr(library, name, None)) is not None:
-                    setter(count)
+            with contextlib.suppress(OSError):  # data of this name, or replaced on the disk
+                library = ctypes.CDLL(path)
+                for name in _OPENBLAS_SETTERS:
+                    if (setter := getattr(library, name, None)) is not None:
+                        setter(count)
 
 
-_openblas_threads: dict[int, int] = {}  # as they were set here, by process
+_openblas_threads: int | None = None  # as they were set here
 _OPENBLAS_SETTERS = tuple(
     f"{prefix}openblas_set_num_threads{suffix}"
     for prefix in ("", "scipy_")

@@ -51,7 +51,9 @@ def exit_code(error: BaseException) -> int:
     """The exit code of a Python program that ends with this exception."""
     if not isinstance(error, SystemExit):
         return 1
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if not isinstance(error.code, int):
+        return int(error.code is not None)
+    return error.code & 0xFF  # the system keeps one byte: -1 is 255
 
 
 def poll_fork(pid: int) -> int | None:

@@ -88,7 +88,12 @@ def _spawn_forkserver(pid: int, preload: tuple[str, ...]) -> ForkServer:
     with theirs:
         fd = theirs.fileno()
         command = [sys.executable, "-c", _BOOT, str(fd), " ".join(preload), *map(str, sys.path)]
-        process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        # OpenBLAS then has no threads in workers before these set their number, which they can on
+        # Linux: see `use_threads_in_numpy`.
+        alone = {"OPENBLAS_NUM_THREADS": "1"} if sys.platform == "linux" else {}
+        process = subprocess.Popen(
+            command, env={**os.environ, **alone}, pass_fds=[fd], stdin=subprocess.DEVNULL
+        )
     forkserver = ForkServer(mine, process.pid, process.poll)
     atexit.register(forkserver.close)
     return forkserver

@@ -169,7 +169,7 @@ class TracedBlock:
         if self.worker == 0:
             pieces = flat.split(lengths)
             parts = [json.loads(zlib.decompress(piece.numpy().tobytes())) for piece in pieces]
-            _write(self.path, merge(parts, self.num_workers))
+            write(self.path, merge(parts, self.num_workers))
 
     def end_alone(self) -> None:
         """Write the record of this worker only, since the others may be anywhere."""
@@ -180,7 +180,7 @@ class TracedBlock:
     def _write_part(self, part: WorkerNotes) -> None:
         """Write this worker's part, and the trace of all parts that are there."""
         if self.num_workers == 1:
-            _write(self.path, merge([part], 1))
+            write(self.path, merge([part], 1))
             return
         files = [
             self.path.with_name(f"{self.path.name}.worker{worker}")
@@ -188,7 +188,7 @@ class TracedBlock:
         ]
         # the exception that ends the block matters more than a full disk
         with _written_first(), suppress(OSError):
-            _write(files[self.worker], part)
+            write(files[self.worker], part)
             with locked(self.path.parent.resolve()):  # one at a time: the last one sees all parts
                 found = []
                 for file in files:
@@ -196,7 +196,7 @@ class TracedBlock:
                         found.append(json.loads(file.read_bytes()))
                 parts = [each for each in found if each["token"] == self.token]
                 if parts:  # otherwise another worker has merged all, including this part
-                    _write(self.path, merge(parts, self.num_workers))
+                    write(self.path, merge(parts, self.num_workers))
                 if len(parts) == self.num_workers:
                     for file in files:
                         file.unlink(missing_ok=True)
@@ -227,7 +227,7 @@ def why_not(path: Path) -> str:
     return ""
 
 
-def _write(path: Path, content: Any) -> None:
+def write(path: Path, content: Any) -> None:
     """Write a file, which is the old one or the new one at every moment."""
     half = path.with_name(f".{path.name}.{os.getpid()}")
     half.write_text(json.dumps(content, separators=(",", ":")))
