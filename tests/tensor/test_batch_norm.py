@@ -6,12 +6,13 @@ Tests `tensor/batch_norm.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 import tessel
 from tessel.tensor import batch_norm
@@ -154,3 +155,44 @@ def mixed() -> list[str]:
 
 def test_short_numbers(run: Run) -> None:
     assert run(mixed, nprocs=2) == [["torch.bfloat16", "torch.float32"]] * 2
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm2d(3),
+    "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
+    "instance norm that tracks": lambda: nn.InstanceNorm2d(
+        3, affine=True, track_running_stats=True
+    ),
+    "group norm": lambda: nn.GroupNorm(3, 3),
+}
+
+
+def compare_tokens() -> None:
+    """A part has one sample, or rows of one place, and its gradient has channels last in memory."""
+    P = tessel.world().create_cartesian_topology_partition([tessel.world().size, 1, 1, 1])
+    for (name, make), training in product(LAYERS.items(), (True, False)):
+        for shape, is_last in product(((3, 3, 5, 4), (3, 3, 1, 4), (6, 3, 4, 1)), (True, False)):
+            found = []
+            for spreads in (False, True):
+                torch.manual_seed(0)
+                layer = make().double().train(training)
+                layer.weight.data.normal_()  # type: ignore[union-attr,operator]
+                given = values(*shape, seed=0)
+                if is_last:
+                    given = given.contiguous(memory_format=torch.channels_last)
+                given.requires_grad_()
+                x: Any = tessel.spread(given, P) if spreads else given
+                y = layer(x)
+                tokens = y.flatten(2).transpose(1, 2).mean(1)  # expanded in the backward pass
+                pixels = (y.movedim(1, -1) @ values(3, 2, seed=1)).square().mean((1, 2))
+                torch.cat([tokens, pixels], 1).square().sum().backward()
+                found.append([given.grad, *(p.grad for p in layer.parameters())])
+            for ours, theirs in zip(*found, strict=True):
+                torch.testing.assert_close(
+                    ours, theirs, rtol=1e-9, atol=1e-10, msg=lambda said, at=name: f"{at}: {said}"
+                )
+
+
+def test_gradients_with_channels_last_in_memory(run: Run) -> None:
+    """Torch's kernel misreads some of a single sample, which one process does not have here."""
+    run(compare_tokens, nprocs=3, timeout=60)

@@ -34,6 +34,27 @@ def is_channels_last(x: Tensor) -> bool:
     return memory_format(x) != torch.contiguous_format
 
 
+def with_usual_strides(x: Tensor) -> Tensor:
+    """A view of x in which dimensions of one index have the strides of its memory format.
+
+    These strides are arbitrary, and torch's kernel for the gradient of batch norm takes a tensor
+    with channels last for a contiguous one if the strides are small, and reads it in that order.
+
+    >>> x = torch.ones(5, 4, 3).movedim(-1, 0).unsqueeze(0)
+    >>> x.stride(), with_usual_strides(x).stride()
+    ((3, 1, 12, 3), (60, 1, 12, 3))
+    """
+    known = _LAST.get(x.dim())
+    if known is None or 1 not in x.shape or x.is_contiguous():
+        return x
+    if not x.is_contiguous(memory_format=known):
+        return x
+    steps, step = [0] * x.dim(), 1
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        steps[dim], step = step, step * x.shape[dim]
+    return x.as_strided(x.shape, steps)
+
+
 def room_like(x: Tensor, shape: Shape) -> Tensor:
     """Memory for a tensor of another shape, in the memory format of x."""
     known = memory_format(x) if len(shape) == x.dim() else torch.contiguous_format

@@ -89,9 +89,50 @@ operator(*_of_dims("upsample_nearest{}d.vec"))(
 operator(*_of_dims("_upsample_nearest_exact{}d.vec"))(
     lambda x, size, scales: F.interpolate(x, size, scales, mode="nearest-exact")
 )
+for _mode in ("bilinear", "bicubic"):
+    operator(f"_upsample_{_mode}2d_aa.vec")(
+        lambda x, size, align, scales, mode=_mode: F.interpolate(
+            x, size, scales, mode, align, antialias=True
+        )
+    )
 operator("upsample_bicubic2d.vec")(
     lambda x, size, align, scales: F.interpolate(x, size, scales, "bicubic", align)
 )
+
+# Exported graphs call these as they are: attributes, and functions whose arguments Python has
+# otherwise.
+operator("mT")(lambda x: x.mT)
+operator("mH")(lambda x: x.mH)
+operator("numpy_T")(lambda x: x.T)
+operator("matrix_H")(lambda x: x.H)
+operator("sym_size.int")(lambda x, dim: x.shape[dim])
+operator("sym_numel")(lambda x: x.numel())
+operator("einsum")(lambda equation, tensors, *, path=None: torch.einsum(equation, *tensors))
+operator("tensordot")(lambda x, y, dims, others: torch.tensordot(x, y, (dims, others)))
+operator("nonzero_numpy")(lambda x: x.nonzero(as_tuple=True))
+operator("affine_grid_generator")(lambda x, size, align: F.affine_grid(x, size, align))
+
+
+def of_several(*names: str) -> None:
+    """Enter overloads that take a list of tensors where the function of their name takes many."""
+    for name in names:
+        function = getattr(torch, name)
+        operator(name)(lambda tensors, function=function: function(*tensors))
+
+
+of_several("block_diag", "broadcast_tensors", "cartesian_prod", "chain_matmul")
+
+
+@operator("_assert_tensor_metadata")
+def check_kind(
+    x: Tensor, size: Any = None, stride: Any = None, dtype: torch.dtype | None = None, **more: Any
+) -> None:
+    """Raise for another shape or dtype than that of the tensor for which a graph was made."""
+    if (dtype or x.dtype) != x.dtype:
+        raise RuntimeError(f"Tensor dtype mismatch! Expected: {dtype}, Got: {x.dtype}")
+    if size is not None and tuple(size) != tuple(x.shape):
+        raise RuntimeError(f"Tensor sizes mismatch! Expected: {size}, Got: {[*x.shape]}")
+
 
 # elementwise functions that torch does not tag as pointwise
 ELEMENTWISE = frozenset(
@@ -196,6 +237,19 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
         y[tuple(slice(None) if each is None else each for each in indices)] = values
         return y
     return torch.index_put(x, tuple(indices), values, accumulate)
+
+
+@operator("index_put_")
+def index_put_in_place(
+    x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> Any:
+    if not any(each is None for each in indices):
+        return x.index_put_(tuple(indices), values, accumulate)
+    if accumulate:
+        why = "nothing is added without an index"
+        raise unsupported("index_put_", why, *held_layouts(x, indices, values))
+    x[tuple(slice(None) if each is None else each for each in indices)] = values
+    return x
 
 
 @operator("_to_copy")
@@ -478,7 +532,7 @@ def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
     return pulled_back(lambda x: F.adaptive_avg_pool2d(x, grad.shape[-2:]), grad, x)[0]
 
 
-@operator("grid_sampler_2d", "grid_sampler_3d")
+@operator("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def sampled(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
     modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
     return F.grid_sample(x, grid, modes[mode], paddings[padding], align_corners)
@@ -565,3 +619,43 @@ def loss_of_elements(name: str, *settings: str) -> None:
 loss_of_elements("mse_loss")
 loss_of_elements("huber_loss", "delta")
 loss_of_elements("smooth_l1_loss", "beta")
+
+
+def loss_with_settings(function: AtenFunction, *overloads: str) -> None:
+    """Enter a loss whose reduction is a number, the mean by default.
+
+    Torch's own bindings of these operators have no reduction by default.
+    """
+
+    def enter(overload: Any) -> None:
+        names = [each.name for each in overload._schema.arguments]
+
+        def loss(*args: Any, **named: Any) -> Any:
+            given = {"reduction": 1, **dict(zip(names, args, strict=False)), **named}
+            given["reduction"] = _REDUCTIONS[given["reduction"]]
+            if "self" in given:
+                given["input"] = given.pop("self")
+            return function(**given)
+
+        operator(overload.name().partition("::")[2])(loss)
+
+    for each in overloads:
+        name, _, kind = each.partition(".")
+        enter(getattr(getattr(torch.ops.aten, name), kind or "default"))
+
+
+loss_with_settings(F.l1_loss, "l1_loss")
+loss_with_settings(F.binary_cross_entropy, "binary_cross_entropy")
+loss_with_settings(F.binary_cross_entropy_with_logits, "binary_cross_entropy_with_logits")
+loss_with_settings(F.kl_div, "kl_div")
+loss_with_settings(F.poisson_nll_loss, "poisson_nll_loss")
+loss_with_settings(F.soft_margin_loss, "soft_margin_loss")
+loss_with_settings(F.hinge_embedding_loss, "hinge_embedding_loss")
+loss_with_settings(F.margin_ranking_loss, "margin_ranking_loss")
+loss_with_settings(F.cosine_embedding_loss, "cosine_embedding_loss")
+loss_with_settings(F.triplet_margin_loss, "triplet_margin_loss")
+loss_with_settings(F.multi_margin_loss, "multi_margin_loss")
+loss_with_settings(F.multilabel_margin_loss, "multilabel_margin_loss")
+loss_with_settings(F.nll_loss, "nll_loss", "nll_loss2d", "nll_loss_nd")
+loss_with_settings(F.cross_entropy, "cross_entropy_loss")
+loss_with_settings(F.ctc_loss, "ctc_loss.IntList", "ctc_loss.Tensor")

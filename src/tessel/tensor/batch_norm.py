@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core.context import in_transform, is_compiling
 from tessel.core.linop import LinearOperator, Tensors, record_map
-from tessel.core.memory_format import memory_format
+from tessel.core.memory_format import is_channels_last, memory_format, with_usual_strides
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.tensor.moments import RunningMoments, combined, local_moments, update_running
@@ -242,6 +243,7 @@ def gradient_sums(
         return torch.zeros_like(mean), torch.zeros_like(mean)
     # Without the gradient of x, and so without memory for it: torch's kernel for that takes three
     # times as long as `gradient_of`.
+    grad, x = with_usual_strides(grad), with_usual_strides(x)
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
     )
@@ -275,6 +277,21 @@ def _scaled(
 ) -> Tensor:
     """w (x − m) / √(v + ε) + b: F.batch_norm of plain tensors, without its checks."""
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, x.is_cuda)
+
+
+def batch_norm_of_part(x: Tensor, *given: Any) -> Tensor:
+    """`F.batch_norm` of a part, with the gradient that torch derives.
+
+    As in `with_usual_strides`, torch's kernel for CPUs may read a gradient in the wrong order if a
+    dimension has one index, as that of samples often has in a part. A gradient has any strides, so
+    the kernel gets tensors of fewer dimensions, which have one memory format only.
+    """
+    if x.is_cuda or x.dim() < 4 or 1 not in x.shape:
+        return F.batch_norm(x, *given)
+    if is_channels_last(x):
+        rows = x.movedim(1, -1)
+        return F.batch_norm(rows.flatten(0, -2), *given).view(rows.shape).movedim(-1, 1)
+    return F.batch_norm(x.flatten(2), *given).view(x.shape)
 
 
 def can_use_kernels(x: Tensor, *others: Tensor | None) -> bool:

@@ -127,7 +127,8 @@ def name_of(func: Any) -> str:
         return f"operator {func.name()}"
     if getattr(func, "__module__", None) == "torch.nn.init":  # some have names of methods
         return f"init {func.__name__}"
-    if getattr(func, "__module__", "").startswith("torch.distributed."):  # gather, scatter, …
+    module = getattr(func, "__module__", None) or ""  # operators like `&` have None
+    if module.startswith("torch.distributed."):  # gather, scatter, …
         return f"collective {func.__name__}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
@@ -200,6 +201,9 @@ def collective(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return func(*parts(args), **parts(kwargs))
 
 
+_NAMESPACES = {"fft": torch.fft, "linalg": torch.linalg, "special": torch.special}
+
+
 def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call an operator by its own name, as exported graphs do, like its function.
 
@@ -214,6 +218,9 @@ def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         for place in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
             if hasattr(place, own):
                 return getattr(place, own)(*args, **kwargs)
+        prefix, _, rest = own.partition("_")
+        if prefix in _NAMESPACES and hasattr(_NAMESPACES[prefix], rest):
+            return getattr(_NAMESPACES[prefix], rest)(*args, **kwargs)
     return follow(name, func, args, kwargs)
 
 

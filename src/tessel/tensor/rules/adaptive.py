@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, product
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def maximum_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     num_dims = int(name[len("adaptive_max_pool")])
     given = dict(zip(("output_size", "return_indices"), args[1:], strict=False)) | kwargs
     with_places = name.endswith("_with_indices") or given.get("return_indices", False)
+    with_places |= isinstance(func, BuiltinFunctionType)  # torch's own below F, in exported graphs
     sizes = hashable(given["output_size"])
     pool = _MAXIMA[num_dims - 1]
     shape = _pooled_shape(pool, layout.shape, x.dtype, sizes)
