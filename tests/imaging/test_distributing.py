@@ -32,6 +32,7 @@ from tessel.imaging import (
     solvers,
 )
 from tessel.imaging.distribution_strategies.strategies import BasicStrategy
+from tessel.imaging.fidelity import L2
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -400,6 +401,15 @@ def refused(what: str) -> str:
             "checkpoint": lambda: distribute(
                 network(), ctx, type_object="denoiser", checkpoint_batches="some"
             ),
+            "tiling": lambda: DistributedProcessing(
+                ctx, network(), strategy=BasicStrategy(SHAPE), overlap=1
+            ),
+            "fidelities": lambda: distribute([L2(), L2()], ctx)(
+                torch.ones(1), [torch.ones(1)] * 3, physics
+            ),
+            "share": lambda: physics.A_dagger([torch.ones(1)] * 3, local_only=False, gather=False),
+            "norm": lambda: physics.compute_sqnorm(torch.ones(1), local_only=False, gather=False),
+            "mean": lambda: distribute(stacked_by_mean(), ctx),
         }
         try:
             calls[what]()
@@ -423,7 +433,17 @@ REFUSED = {
     "parameters": "has different parameters on worker 1 and on worker 0",
     "reentrant": "the sums of their gradients would not match; pass False",
     "checkpoint": "checkpoint_batches must be one of auto, always, never",
+    "tiling": "overlap=1 cannot be used with the strategy BasicStrategy",
+    "fidelities": "there are 2 data fidelities, but DistributedStackedLinearPhysics(3 operators",
+    "share": "supports only the solver 'CG' and gather=True",
+    "norm": "supports only gather=True",
+    "mean": "create it with reduction='sum'",
 }
+
+
+def stacked_by_mean() -> Any:
+    with pytest.warns(DeprecationWarning, match="breaks the adjointness"):
+        return deepinv.physics.StackedLinearPhysics(operators(), reduction="mean")
 
 
 @pytest.mark.parametrize("what", list(REFUSED))

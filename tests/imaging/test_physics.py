@@ -981,3 +981,29 @@ def copied(in_parts: bool) -> None:
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_copies_of_physics_that_were_used(run: Run, nprocs: int, in_parts: bool) -> None:
     run(copied, in_parts, nprocs=nprocs)
+
+
+def loss_in_half_precision(in_parts: bool) -> Tensor:
+    """The loss of an image in half precision that half precision cannot represent."""
+    with DistributedContext() as ctx:
+        double = SimpleNamespace(A=lambda x: 2 * x, A_adjoint=lambda y: 2 * y)
+        x = torch.full((1, 3, 32, 32), 4.0, dtype=torch.float16)
+        bundle = make_distrib_bundle(
+            ctx,
+            factory_config=FactoryConfig(physics=[double] * 2, measurements=[0 * x] * 2),
+            signal_shape=x.shape,
+            dtype=x.dtype,
+            reduction="sum",
+            partition=(2, 1) if in_parts else None,
+        )
+        bundle.signal.update_(x)
+        loss = bundle.data_fidelity(bundle.signal)
+        assert bundle.data_fidelity.grad(bundle.signal).dtype == x.dtype
+        return loss.detach()
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_losses_have_single_precision_at_least(run: Run, in_parts: bool) -> None:
+    expected = torch.tensor([2 * 0.5 * 3 * 32 * 32 * 64.0])  # three times the largest number
+    for loss in run(loss_in_half_precision, in_parts, nprocs=3):
+        assert torch.equal(loss, expected), loss

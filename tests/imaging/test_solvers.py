@@ -1219,6 +1219,10 @@ NUMBERS: list[tuple[str, dict[str, Any]]] = [
     ("GradientDescent", {"step": math.nan}),
     ("GradientDescent", {"step": "1"}),
     ("GradientDescent", {"weight": -1.0}),
+    ("GradientDescent", {"weight": 2.0}),  # of no prior
+    ("GradientDescent", {"prior_arguments": {"sigma": 1.0}}),
+    ("CondatVu", {"prior_arguments": {"sigma": 1.0}}),
+    ("ChambollePock", {"prior_arguments": {"sigma": 1.0}}),
     ("RED", {"prior": None}),
     ("PGD", {"step": math.inf}),
     ("PGD", {"weight": -0.5}),
@@ -1339,6 +1343,36 @@ def test_all_workers_raise_the_same(run: Run, change: str, kind: str, text: str)
     results = run(spoil, change, nprocs=2, timeout=20)
     assert results[0] == results[1]
     assert results[0][0] == kind and text in results[0][1]
+
+
+def call_outside() -> str:
+    """What a worker that has no part of a tensor is told when it calls solvers, too."""
+    P = tessel.world().create_partition_inclusive([0, 1])
+    layout = Layout.balanced(P.create_cartesian_topology_partition([1, 1, 2, 1]), SHAPE)
+    start = layout.local_part(values(3))
+    double = lambda x: 2 * x  # noqa: E731
+    texts = set()
+    for call in (
+        lambda: solvers.power_iteration(double, start, layout=layout),
+        lambda: solvers.PSNR(start, layout),
+        lambda: solvers.solve(solvers.CG(double, start), start, layout=layout, max_iterations=2),
+    ):
+        texts.add(text_of(call)[1])
+    return texts.pop() if len(texts) == 1 else ""
+
+
+def test_a_worker_without_a_part_is_told_and_waits_for_nobody(run: Run) -> None:
+    first, second, outside = run(call_outside, nprocs=3, timeout=20)
+    assert first == second == ""
+    assert "this worker is not one of Partition(1×1×2×1 on workers 0, 1)" in outside
+
+
+def test_a_signal_has_its_own_layout() -> None:
+    with DistributedContext() as ctx:
+        signal = DistributedSignal(ctx, SHAPE, torch.float64)
+        solvers.Space.of(signal, signal.layout)
+        with pytest.raises(ValueError, match="a signal has a layout of its own"):
+            solvers.PSNR(signal, layout_of((1, 1)))
 
 
 # --- with deepinv's operators, on signals

@@ -330,6 +330,9 @@ BAD = [
     ({"stride": 0}, "stride must be 1 or more, got 0"),
     ({"max_batch_size": 0}, "max_batch_size must be 1 or more, got 0"),
     ({"strategy": "basic", "stride": 2}, "stride=2 is only used by"),
+    ({"strategy": "basic", "patch_size": None}, "patch_size=None, one patch, is only for"),
+    ({"strategy": Rows((1, 1, 8, 8)), "patch_size": 4}, "patch_size=4 cannot be used with"),
+    ({"strategy": Rows((1, 1, 8, 8)), "overlap": True}, "overlap=True cannot be used with"),
 ]
 
 

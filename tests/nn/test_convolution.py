@@ -897,3 +897,27 @@ def test_subclasses_take_arguments_of_their_own() -> None:
     x = torch.ones(1, 2, 5, 5)
     found = copy.deepcopy(layer)
     assert torch.equal(found(x), layer(x)) and found.handle != layer.handle
+
+
+def derive_twice(padding_mode: str) -> None:
+    """Second derivatives where the only sample is on the first worker."""
+    P = tessel.world().create_cartesian_topology_partition([tessel.world().size, 1, 1])
+    layout = Layout.balanced(P, (1, 4, 6))
+    X = values((1, 4, 6), 1).requires_grad_()
+    settings: Any = {"padding": 1, "padding_mode": padding_mode, "dtype": torch.float64}
+    conv = tessel.nn.DistributedConv1d(P, 4, 2, 3, **settings)
+    one = torch.nn.Conv1d(4, 2, 3, **settings)
+    one.load_state_dict(conv.state_dict())
+    x = layout.local_part(X.detach()).clone().requires_grad_()
+    found = []
+    for module, start in ((conv, x), (one, X)):
+        (first,) = torch.autograd.grad(module(start).pow(3).sum(), start, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [start, module.weight]))
+    (got, of_weight), (expected, of_whole) = found
+    close("of the input", got, layout.local_part(expected), 1e-12)
+    close("of the weight", of_weight, of_whole, 1e-12)
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_workers_without_samples_derive_twice(run: Run, padding_mode: str) -> None:
+    run(derive_twice, padding_mode, nprocs=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Self
@@ -15,6 +15,7 @@ from tessel.errors import check_choice
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
+    check_its_own,
     checked_sizes,
     create_strategy,
     maker_of,
@@ -115,12 +116,14 @@ class TilingConfig:
     """How a prior is applied to a large image: in patches, with a receptive field around each.
 
     Args:
-        patch_size: the size of each patch, a number or one for each spatial dimension; None for one
-            patch: the whole image or, with an image in parts, each part.
+        patch_size: the size of each patch, a number or one for each spatial dimension; None, only
+            for "smart_tiling", for one patch: the whole image or, with an image in parts, each
+            part.
         receptive_field_size: the width that is read on each side of a patch, as the prior needs.
         overlap: False: a patch writes only itself. True: patches with their surroundings are
             blended, with weights that sum to one.
-        strategy: "smart_tiling", "basic", or a class or strategy of your own.
+        strategy: "smart_tiling", "basic", or a class or strategy of your own; a strategy has
+            settings of its own and takes none of these.
         stride: patches start at multiples of it, as networks need that halve their input; only for
             "smart_tiling".
         max_batch_size: the largest number of patches that go to the prior at once; None for no
@@ -147,6 +150,12 @@ class TilingConfig:
             maker_of(self.strategy)
         if self.strategy == "basic" and self.stride != 1:
             raise ValueError(f"stride={self.stride} is only used by 'smart_tiling', got 'basic'")
+        if self.strategy == "basic" and self.patch_size is None:
+            raise ValueError("patch_size=None, one patch, is only for 'smart_tiling', got 'basic'")
+        if isinstance(self.strategy, DistributedSignalStrategy):
+            others = [each for each in fields(self) if each.name != "strategy"]
+            given = {each.name: getattr(self, each.name) for each in others}
+            check_its_own(self.strategy, given, {each.name: each.default for each in others})
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -272,6 +281,14 @@ def items_of(given: Any) -> list[Any] | None:
     # By length and index, not by `physics_list`: a product of operators also has such a list, and
     # is one operator.
     stack = getattr(given, "data_fidelity_list", given)
+    # Adjoints and gradients are summed over operators here, as a stack's own are by default.
+    reduction = getattr(stack, "reduction", sum)
+    if reduction is not sum and hasattr(stack, "physics_list"):
+        raise ValueError(
+            f"{type(given).__name__} combines images of its operators by {reduction!r}, which is "
+            "not the adjoint; create it with reduction='sum', and pass reduce_op='mean' to methods "
+            "for a mean"
+        )
     is_long = hasattr(stack, "__len__") and hasattr(stack, "__getitem__")
     if is_long and not isinstance(stack, Tensor | str | Mapping):
         return [stack[i] for i in range(len(stack))]

@@ -47,6 +47,7 @@ class L2:
         difference = _difference(physics.A(x), y)
         if difference.is_complex():
             difference = torch.view_as_real(difference.resolve_conj())
+        difference = difference.to(torch.promote_types(difference.dtype, torch.float32))
         return 0.5 * torch.stack([each.square().sum() for each in difference.unbind()])
 
     def grad(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
@@ -132,7 +133,7 @@ class DistributedDataFidelity:
         """The loss f(x) of each image, a shared value: every worker may differentiate its sum.
 
         It has a number for each image of the batch if the fidelities return that, else it is one
-        number.
+        number. It is in the precision of the image, float32 at least.
 
         Args:
             x: the image.
@@ -151,7 +152,9 @@ class DistributedDataFidelity:
                 for f, pair in zip(self._on_parts, call.pairs, strict=True)
             ]
         physics.check_results(call, losses)
-        share = anchored_zeros(self._shape_of(call.name, losses, batch), call.x.real)
+        # In float32 at least: losses of images in half precision would overflow, or lose digits.
+        dtype = torch.promote_types(call.x.real.dtype, torch.float32)
+        share = anchored_zeros(self._shape_of(call.name, losses, batch), call.x.real).to(dtype)
         for each in losses:
             share = share + as_dtype(each, share.dtype)
         share = depending_on(depending_on(share, parameters), call.anchor)

@@ -28,6 +28,7 @@ from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,
+    check_its_own,
     create_strategy,
 )
 from tessel.imaging.parameters import (
@@ -49,6 +50,7 @@ from tessel.imaging.tiling import Tiling, tiling_of
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
 CHECKPOINTING = ("auto", "always", "never")
+_TILING = ("patch_size", "overlap", "tiling_dims", "max_batch_size")  # settings of a strategy
 
 
 class DistributedPrior:
@@ -303,11 +305,11 @@ class DistributedProcessing(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_choice("checkpoint_batches", checkpoint_batches, CHECKPOINTING)
-        if strategy is not None and max_batch_size is not None:
-            raise ValueError(
-                f"max_batch_size={max_batch_size} cannot be used with the strategy {strategy!r}, "
-                "which batches its patches itself, in apply_batching"
-            )
+        if strategy is not None:
+            values = patch_size, overlap, tiling_dims, max_batch_size
+            given = dict(zip(_TILING, values, strict=True))
+            defaults = DistributedProcessing.__init__.__kwdefaults__ or {}
+            check_its_own(strategy, given, defaults)
         self.ctx = ctx
         self.processor = processor.to(ctx.device) if hasattr(processor, "to") else processor
         self.strategy = strategy

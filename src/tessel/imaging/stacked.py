@@ -358,9 +358,10 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             gather: False with `local_only`: the share of this worker's operators.
         """
         if not local_only:
-            if solver != "CG":
+            if solver != "CG" or not gather:
                 raise ValueError(
-                    f"A_dagger(local_only=False) supports only the solver 'CG', got {solver!r}"
+                    "A_dagger(local_only=False) supports only the solver 'CG' and gather=True, got "
+                    f"{solver!r} and {gather}"
                 )
             steps = {} if max_iter is None else {"max_iter": max_iter}
             return self.spread.A_dagger(self.own(y), tol, **steps)
@@ -404,8 +405,10 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
                     own = largest_eigenvalue(term, torch.rand_like(like), alone, max_iter, tol)
                 found = found + torch.as_tensor(own, device=like.device).to(found)
             found = total(found, self.ctx.partition) if gather else found
-        else:
+        elif gather:
             found = self.compute_norm(x0, max_iter, tol)
+        else:
+            raise ValueError("compute_sqnorm(local_only=False) supports only gather=True")
         if verbose and self.ctx.rank == 0:
             print(f"‖A‖² {'≤' if local_only else '='} {found.item():.4g}")
         return found
@@ -516,6 +519,11 @@ class DistributedStackedFidelity(torch.nn.Module):
             raise ValueError(
                 "a distributed data fidelity expects distributed physics, got "
                 f"{type(physics).__name__}; create them with distribute(physics, ctx)"
+            )
+        if self.num_operators not in (None, physics.num_ops):
+            raise ValueError(
+                f"there are {self.num_operators} data fidelities, but {physics!r}: pass as many, "
+                "or one for all"
             )
         if physics not in self._made:
             given: Any = SimpleNamespace(num_items=physics.num_ops, local=[])

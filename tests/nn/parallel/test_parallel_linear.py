@@ -487,6 +487,8 @@ def _calls(
         "frozen": lambda: row(shard),
         "no_grad": lambda: row(shard),
         "other layers": lambda: column(x) if last else row(shard),
+        "no tensor for columns": lambda: column(None if last else x),  # type: ignore[arg-type]
+        "no tensor for rows": lambda: row(None if last else wide),  # type: ignore[arg-type]
         "function: dim": lambda: parallel_linear(x, column.weight, dim=3),
         "function: parts": lambda: parallel_linear(x, torch.ones(3 + last, 6), dim=1),
         "function: inputs": lambda: parallel_linear(x, torch.ones(3, 6 + last), dim=1),
@@ -525,6 +527,8 @@ BAD = {
     "frozen": "same calls",
     "no_grad": "torch.no_grad()",
     "other layers": "same calls",
+    "no tensor for columns": "worker 2 passed no tensor",
+    "no tensor for rows": "worker 2 passed no tensor",
     "function: dim": "dim must be None",
     "function: parts": "balanced shards",
     "function: inputs": "other length",

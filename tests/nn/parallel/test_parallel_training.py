@@ -380,6 +380,26 @@ def test_replicas_of_a_split_model_average_their_gradients(run: Run) -> None:
     run(replicas, nprocs=4)
 
 
+def replicas_on_partitions() -> None:
+    """The same where the layers name their partitions, and all workers are the default group."""
+    everyone, halves = tessel.world(), ([0, 3], [2, 1])
+    groups = [everyone.create_partition_inclusive(ranks) for ranks in halves]
+    plain = plain_model()
+    models = [split_model(plain, P) for P in groups]  # groups are made by all workers
+    place = next(place for place, P in enumerate(groups) if P.active)
+    assert data_parallel(models[0]) is models[0]  # which the first half has alone
+    model = data_parallel(models[place])
+    ids, target = batch(0)
+    loss_of(plain, ids, target).backward()
+    half = slice(2 * place, 2 * place + 2)
+    loss_of(model, ids[half], target[half]).backward()
+    check_parameters(models[place], plain, grads=True)
+
+
+def test_replicas_are_on_the_partitions_of_their_layers(run: Run) -> None:
+    run(replicas_on_partitions, nprocs=4)
+
+
 def replicas_of_one() -> None:
     """Groups of one worker: all workers are replicas, as in plain data parallelism."""
     tessel.distributed.init_process_group(1)
@@ -473,7 +493,8 @@ def mean_over_others(one_alone: bool, forgets: bool) -> tuple[str, bool]:
             torch.nn.Linear(5, 6).double(), ParallelLinear(6, 7, dim=-1, dtype=torch.float64)
         )
         model.forgets = forgets
-        wrapped = model if one_alone and rank % 2 else data_parallel(model)
+        wrapped = data_parallel(model)  # all workers make it together
+        wrapped = model if one_alone and rank % 2 else wrapped
         x = values((2, 5), rank)
         with pytest.raises(ValueError) as caught:
             wrapped(x)

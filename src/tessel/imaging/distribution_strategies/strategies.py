@@ -8,7 +8,7 @@ never padded, so that the prior sees the true border, as in the whole image.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, product
@@ -314,6 +314,18 @@ def maker_of(strategy: Any) -> Callable[..., DistributedSignalStrategy]:
             f"got {strategy!r}"
         )
     return make
+
+
+def check_its_own(
+    strategy: DistributedSignalStrategy, given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for settings beside a strategy, which has been made with settings."""
+    for name, value in given.items():
+        if value != defaults[name]:
+            raise ValueError(
+                f"{name}={value!r} cannot be used with the strategy {strategy!r}, which has "
+                "settings of its own"
+            )
 
 
 def checked_sizes(

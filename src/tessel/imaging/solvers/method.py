@@ -52,6 +52,8 @@ class Space:
     def of(cls, start: Any, layout: Layout | None = None, differentiable: bool = False) -> Space:
         """The space of a signal, or of a tensor in this layout."""
         if isinstance(start, DistributedSignal):
+            if layout not in (None, start.layout):
+                raise ValueError(f"a signal has a layout of its own, {start.layout}, got {layout}")
             space = cls(start.layout, start.ctx.partition, differentiable)
         elif not isinstance(start, Tensor):
             raise TypeError(f"expected a tensor or a DistributedSignal, got {start!r}")
@@ -63,6 +65,11 @@ class Space:
         else:
             layout = layout or shared_whole(world(), tuple(start.shape))
             space = cls(layout, layout.partition, differentiable)
+        if not space.workers.active:  # it would wait for sums of workers that do not expect it
+            raise ValueError(
+                f"this worker is not one of {space.workers}, which have a tensor in {layout}; call "
+                "solvers on these workers alone, or pass a DistributedSignal on all workers"
+            )
         if not space.layout.owns_once:
             raise ValueError(
                 f"a solver needs an image with one value for each index, got {space.layout}; "
@@ -216,6 +223,15 @@ def check_positive(who: object, **numbers: Any) -> None:
 def check_not_negative(who: object, **numbers: Any) -> None:
     """Raise ValueError for a number that is not finite, or below zero; functions pass."""
     _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n >= 0), "number 0 or above")
+
+
+def check_prior(method: Any, weight: float = 1.0) -> None:
+    """Raise ValueError if a method has arguments of a prior, but no prior."""
+    if method.prior is None and (method.prior_arguments != {} or weight != 1.0):
+        raise ValueError(
+            f"{type(method).__name__}: arguments of a prior need one, got prior=None, "
+            f"prior_arguments={method.prior_arguments!r} and weight={weight}"
+        )
 
 
 def check_count(who: object, least: int, **numbers: Any) -> None:

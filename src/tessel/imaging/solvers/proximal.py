@@ -16,6 +16,7 @@ from tessel.imaging.solvers.method import (
     arguments_at,
     check_not_negative,
     check_positive,
+    check_prior,
     step_at,
 )
 
@@ -31,7 +32,7 @@ class GradientDescent(Method):
         step: below 2 / L for gradients of Lipschitz constant L, see `lipschitz`; or a function of
             the iteration.
         prior: g, with `grad`.
-        weight: of the prior.
+        weight: of the prior; needs one, as do `prior_arguments`.
         prior_arguments: keyword arguments of the prior, or a function of the iteration that returns
             them.
 
@@ -53,6 +54,7 @@ class GradientDescent(Method):
     def __post_init__(self) -> None:
         check_positive(self, step=self.step)
         check_not_negative(self, weight=self.weight)
+        check_prior(self, self.weight)
 
     def iterate(self, values: Iterates, iteration: int, space: Space) -> Iterates:
         x = values["x"]

@@ -20,6 +20,7 @@ from tessel.imaging.solvers.method import (
     check_count,
     check_not_negative,
     check_positive,
+    check_prior,
     step_at,
 )
 from tessel.imaging.solvers.proximal import ProximalMethod
@@ -233,6 +234,7 @@ class CondatVu(Method):
             raise ValueError(f"{self.name}: step must be one number for all iterations")
         check_positive(self, step=self.step)
         check_not_negative(self, weight=self.weight)
+        check_prior(self)
         if self.dual_step is not None:
             check_positive(self, dual_step=self.dual_step)
         elif self.operator is not None:

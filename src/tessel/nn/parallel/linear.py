@@ -159,7 +159,9 @@ def problem_of(
                 f"the {name} of worker {transport.this_worker()} has the shape "
                 f"{tuple(value.shape)}, where its shard of {layout.shape} has {layout.local_shape}"
             )
-    is_part = dim == ROW and partition.size > 1 and x.ndim and x.shape[-1] != sizes[0]
+    # what is no tensor raises in the agreement, on all workers
+    could_be_part = dim == ROW and partition.size > 1 and isinstance(x, Tensor) and x.ndim > 0
+    is_part = could_be_part and x.shape[-1] != sizes[0]
     if is_part and is_wrapped(x) and state_of(x) is None:
         # functions inside a transform do not see shards: the other operands were not checked
         return (

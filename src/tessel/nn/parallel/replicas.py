@@ -60,9 +60,10 @@ def get_data_parallel_group() -> Partition:
 def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     """Wrap a module in `DistributedDataParallel` over the workers that hold the same shards.
 
-    Forward:  that of `module`.    Backward:  every gradient, also of a shard, is the mean over
-    `get_data_parallel_group()`; for a converted model, the mean over the partitions for which
-    workers have converted it, each of which holds one copy.
+    Forward:  that of `module`.    Backward:  every gradient, also of a shard, is the mean over the
+    workers at the same place in the partitions of its layers, the model-parallel groups if they
+    have the default one; for a converted model, in the partitions for which workers have converted
+    it. Each partition holds one copy. All workers call this together.
 
     Each model-parallel group uses its own part of the batch, all of one size, and the mean loss of
     it; the gradients are those of the mean loss of the whole batch in one process. With one group
@@ -81,23 +82,27 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
             "data_parallel chooses the process group itself (the workers that hold the same "
             "shards); for a different one call torch.nn.parallel.DistributedDataParallel"
         )
-    partitions = partitions_of(module)
-    replicas = _same_place(partitions) if partitions else get_data_parallel_group()
-    if replicas.size == 1:
+    # not the default group without looking: layers may have been made for other partitions
+    held = [sharding_of(each) for each in module.parameters()]
+    own = [each.partition for each in held if each is not None]
+    partitions = partitions_of(module) or list(dict.fromkeys(own)) or [get_group()]
+    replicas = _same_place(partitions)
+    if replicas is None or replicas.size == 1:
         return module
     return DistributedDataParallel(module, process_group=replicas.prepare().handle, **settings)
 
 
-def _same_place(partitions: list[Partition]) -> Partition:
-    """The workers at this worker's place in all partitions of a converted model."""
+def _same_place(partitions: list[Partition]) -> Partition | None:
+    """The workers at this worker's place in all partitions of a model; None if it has only one."""
     everyone = world()
     told = tell(everyone, [each.ranks for each in partitions])
     rows = sorted({tuple(ranks) for each in told.values() for ranks in each})
+    if len(rows) == 1:
+        return None
     if len({len(each) for each in rows}) > 1 or sorted(sum(rows, ())) != sorted(everyone.ranks):
         raise ValueError(
-            "data_parallel of a converted model: each worker must belong to one partition of the "
-            "model, and all partitions must have the same size, got "
-            f"{[list(each) for each in rows]}"
+            "data_parallel: each worker must belong to one partition of the model, and all "
+            f"partitions must have the same size, got {[list(each) for each in rows]}"
         )
     # all workers make all groups, in one order
     groups = [Partition(ranks, (len(rows),)) for ranks in zip(*rows, strict=True)]
