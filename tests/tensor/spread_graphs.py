@@ -1,6 +1,6 @@
 """Functions of nodes and edges for `test_spread.py`: rows at an index, read and written to.
 
-Tests `tensor/rules/rows.py`.
+Tests `tensor/rules/rows.py`, `tensor/rules/sparse.py`.
 """
 
 from __future__ import annotations
@@ -153,4 +153,44 @@ GRAPHS = {
     ),
 }
 
-FAMILIES = {"graphs": GRAPHS}
+
+def adjacency(rows: int, columns: int, kind: str = "to_sparse") -> Tensor:
+    """A sparse matrix with an empty row and an empty column, the same on all workers."""
+    dense = values((rows, columns), 5) * (values((rows, columns), 6) > 0.3)
+    dense[2], dense[:, 1] = 0, 0
+    found: Tensor = getattr(dense, kind)()
+    return found
+
+
+def products(x: Tensor, kind: str) -> tuple[Tensor, ...]:
+    square, wide = adjacency(NODES, NODES, kind), adjacency(4, NODES, kind)
+    added = torch.sparse.addmm(x, square, x, beta=0.5, alpha=2.0)
+    return square @ x, torch.sparse.mm(wide, x), torch.spmm(square, x), added, x.mT @ square
+
+
+SPARSE = {
+    f"sparse products {kind}": Case(
+        lambda x, kind=kind: products(x, kind), ((NODES, FEATURES),), order=1
+    )
+    for kind in ("to_sparse", "to_sparse_csr")
+} | {
+    "sparse products of vectors": Case(
+        lambda x: (
+            adjacency(4, NODES) @ x,
+            adjacency(NODES, NODES).mv(x),
+            x @ adjacency(NODES, 5, "to_sparse_csc"),
+            torch.mv(torch.zeros(3, NODES).double().to_sparse(), x),
+        ),
+        ((NODES,),),
+        order=1,
+    ),
+    "sparse products with a gradient of the matrix": Case(
+        lambda x, w: torch.sparse.mm((w * (w > 0)).to_sparse(), x),
+        ((NODES, FEATURES), (4, NODES)),
+        order=1,
+        plain_others=True,
+        may_gather=True,
+    ),
+}
+
+FAMILIES = {"graphs": GRAPHS, "sparse": SPARSE}

@@ -139,6 +139,7 @@ PRODUCTS: Rows = {
         *("svd", "svdvals", "eig", "eigh", "eigvalsh"),
     ],
     "cartesian_prod": ["cartesian_prod"],
+    "@ mv sparse.mm sparse.addmm, of sparse matrices that all workers have": ["sparse products*"],
     "vander": ["vander"],
     "cdist F.pairwise_distance F.cosine_similarity": [
         *("cdist 2*", "pairwise_distance", "cosine_similarity*"),

@@ -23,6 +23,7 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.autocasting import is_shortened
 from tessel.tensor.overlapped_linear import can_overlap, multiply_part, takes_steps
 from tessel.tensor.rules.reductions import argument, without
+from tessel.tensor.rules.sparse import is_sparse, sparse_product
 from tessel.tensor.table import (
     ApartError,
     Arguments,
@@ -317,6 +318,8 @@ def matmul(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         a, b, func, name = b, a, torch.matmul, "matmul"
     if not isinstance(b, torch.Tensor):
         raise unsupported(name, "two tensors are needed", *held_layouts(args))
+    if is_sparse(a) or is_sparse(b):
+        return sparse_product(name, a, b)
     m, n = a.dim(), b.dim()
     if name in ("outer", "ger"):
         equation: Equation = ("i", "j"), "ij"

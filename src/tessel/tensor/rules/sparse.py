@@ -1,0 +1,109 @@
+"""Products with sparse matrices that all workers have, such as the adjacency of a graph.
+
+Each worker fetches the rows that its own rows of the matrix read, each once, and torch's own kernel
+multiplies them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
+from tessel.core.shared import anchored_zeros
+from tessel.tensor.row_exchange import RowExchange, owners, place_of
+from tessel.tensor.rules.reductions import argument
+from tessel.tensor.rules.rows import has_rows
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    check_dtypes,
+    held_layouts,
+    made,
+    opened,
+    outlining,
+    rule,
+    unsupported,
+)
+from tessel.tensor.tensor import Tensor as SpreadTensor
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether this is a plain tensor that stores only some of its values."""
+    is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
+    return is_plain and value.layout != torch.strided
+
+
+@rule("_sparse_mm", "spmm", "dsmm", plain=True)
+def multiply_sparse(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    return sparse_product(name, args[0], argument(args, kwargs, 1, "mat2"))
+
+
+@rule("_sparse_addmm", plain=True)
+def add_sparse_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """β · input + α · A @ x."""
+    found = kwargs.get("alpha", 1) * sparse_product(name, *args[1:3])
+    beta = kwargs.get("beta", 1)
+    return found if beta == 0 else beta * args[0] + found
+
+
+def sparse_product(name: str, a: Any, b: Any) -> Any:
+    """A @ x or x @ A, of a sparse matrix and a spread matrix or vector.
+
+    Args:
+        name: the name of torch's function.
+        a: the left operand.
+        b: the right operand.
+    """
+    matrix, x = (b, a) if is_sparse(b) else (a, b)
+    if not is_sparse(matrix) or is_sparse(x) or matrix.dim() != 2 or x.dim() not in (1, 2):
+        why = "a sparse matrix and a spread matrix or vector are needed"
+        raise unsupported(name, why, *held_layouts(a, b))
+    if is_sparse(b):
+        if a.dim() == 1:
+            return sparse_product(name, b.mT, a)
+        return sparse_product(name, b.mT, a.mT).mT
+    if a.requires_grad and torch.is_grad_enabled():
+        why = "the gradient of a sparse matrix needs all rows"
+        raise unsupported(name, why, *held_layouts(b))
+    if a.shape[1] != b.shape[0]:
+        raise RuntimeError(
+            f"`{name}`: tensors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit"
+        )
+    if b.dim() == 1:
+        return sparse_product(name, a, b.unsqueeze(1)).squeeze(1)
+    return _multiplied(a, b)
+
+
+def _multiplied(a: Tensor, x: SpreadTensor) -> SpreadTensor:
+    if not has_rows(x._layout, 0):
+        x = x.move_to(x._layout.gathered((0,)))
+    part, layout = opened(x)
+    rows = layout.cuts[0]
+    targets = rows  # of the same graph; else balanced
+    if a.shape[0] != a.shape[1]:
+        targets = Cut(rows.axes, boxes.balanced(a.shape[0], len(rows.intervals)))
+    target = Layout(
+        layout.partition, (a.shape[0], layout.shape[1]), (targets, layout.cuts[1]), layout.shared
+    )
+    entries = a.detach().to_sparse_coo().coalesce()
+    check_dtypes(part, entries.values(), None)
+    if outlining.get():  # no rows come here
+        return made(anchored_zeros(target.local_shape, part), target)
+    row, column = entries.indices()
+    reader = owners(row, targets.intervals)
+    exchange, read = RowExchange.known(layout.partition, rows, reader, column, distinct=True)
+    table = exchange.read(part, layout, 0)
+    place = place_of(layout.partition, rows.axes)
+    start, stop = targets.intervals[place]
+    mine = reader == place
+    if stop == start or not table.numel():
+        return made(anchored_zeros(target.local_shape, table), target)
+    here = torch.stack([row[mine] - start, torch.searchsorted(read, column[mine])])
+    matrix = torch.sparse_coo_tensor(
+        here, entries.values()[mine], (stop - start, len(read)), is_coalesced=True
+    )
+    return made(torch.sparse.mm(matrix, table), target)
