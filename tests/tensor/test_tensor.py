@@ -408,6 +408,44 @@ def check_plain_results() -> None:
         close(f"result {number}", b.detach(), a.detach())
 
 
+def check_lost_gradients() -> list[str]:
+    """Was: no gradient, and no error, where a plain loss is computed from such plain results alone.
+
+    So were gradients of the initial values of `torchdiffeq.odeint_adjoint`.
+    """
+    said = []
+    for is_leaf in (True, False):
+        x = tessel.spread(values((6,), 1), rows(1)).requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plain tensor is written whole
+            y: Any = x if is_leaf else x * 2
+            k = Assigned.apply(torch.zeros(6, 2, dtype=torch.float64), y.exp(), (..., 0))
+            whole = Whole.apply(y)
+        for loss in (k.sum(), whole.sum()):
+            with pytest.raises(NotImplementedError, match="gradient of a spread tensor would be l"):
+                loss.backward(retain_graph=True)
+            (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+            assert found.full().shape == (6,)
+        with torch.no_grad():
+            norm = x.square().sum()
+        ((y * norm).sum() + whole.sum() * y.mean()).backward()  # nothing is lost
+        said.append(str(x.grad.layout))
+    return said
+
+
+class Whole(torch.autograd.Function):
+    """Gives back the whole values of twice a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        y = 2 * x
+        return y.full() if isinstance(y, tessel.Tensor) else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
 def check_vmap() -> None:
     """It goes round torch's functions: right, or an error where it changes tensors there."""
     torch.manual_seed(0)
@@ -775,6 +813,7 @@ CHECKS = (
         check_scripts,
         check_backward_code,
         check_plain_results,
+        check_lost_gradients,
         check_vmap,
         check_modes,
         check_fallback,

@@ -244,14 +244,17 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """
     layout = None
     operands = []
+    may_bypass = not torch.is_grad_enabled()  # in the forward pass of a user's autograd.Function
     with DisableTorchFunctionSubclass():
         for each in args:
             kind = type(each)
             if kind is Tensor:
                 if layout is None:
                     layout = each._layout
-                # a history between wrappers must be opened first
+                # a history between wrappers must be opened first, or is one to come
                 if each._layout is not layout or each.grad_fn is not None:
+                    break
+                if may_bypass and each.requires_grad:
                     break
                 operands.append(each._part)
             elif kind is float or kind is int:

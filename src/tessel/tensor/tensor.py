@@ -314,11 +314,25 @@ def open_part(x: Tensor) -> torch.Tensor:
             # so that the same tensors are saved as before.
             if x.requires_grad and not part.requires_grad:
                 x._part = part = part.detach().requires_grad_()
+            if x.requires_grad and not torch.is_grad_enabled() and "_guarded" not in x.__dict__:
+                # perhaps in a function with its own backward pass, whose result may be plain
+                x.__dict__["_guarded"] = True
+                x.register_hook(_arrived)
             return part
         if not torch.is_grad_enabled():
             return x._part.detach()
         x.__dict__["_bridge"] = bridge = _bridged(x)
         return bridge
+
+
+def _arrived(grad: torch.Tensor) -> None:
+    """Raise where a gradient ends at a wrapper that no node of the parts' graph asked for."""
+    if not _WrapperNode.running:
+        raise NotImplementedError(
+            "the gradient of a spread tensor would be lost: a torch.autograd.Function computed a "
+            "plain tensor from it, and the loss was computed from plain tensors alone; return a "
+            "spread tensor from its forward, such as one written into a tessel.zeros(…, where=…)"
+        )
 
 
 def open_plain(x: torch.Tensor) -> torch.Tensor:
@@ -417,6 +431,8 @@ class _WrapperNode:
         like: a tensor on the device of the result.
     """
 
+    running: ClassVar[int] = 0  # passes over the wrappers' graph, of any thread
+
     def __init__(self, ends: Sequence[Any], like: torch.Tensor) -> None:
         self.ends = ends
         # inputs may be on other workers than the result: all workers of the job come here
@@ -463,28 +479,12 @@ class _WrapperNode:
         if not given:
             return (None,) * (len(self.leaves) + len(self.checkpoints))
         ends, seeds = tuple(GradientEdge(*end) for end, _ in given), tuple(s for _, s in given)
-        # The engine itself: torch.autograd.grad would delegate to the parts, and a pass with
-        # torch's functions switched off would let users' backward code gather everything.
-        if self.is_one_pass:
-            # Accumulate gradients as `backward()` does, which a reentrant checkpoint requires;
-            # meanwhile, gradients of other passes are put aside.
-            before = self._exchanged([None] * len(self.leaves))
-            try:
-                with _without_hooks(self.leaves):
-                    _run_backward(ends, seeds, True, False, (), True, accumulate_grad=True)
-            finally:
-                found = tuple(self._exchanged(before))
-        else:
+        _WrapperNode.running += 1
+        try:
             with _without_hooks(self.leaves):
-                found = _run_backward(
-                    ends,
-                    seeds,
-                    True,  # only the parts' graph knows when it can be freed
-                    torch.is_grad_enabled(),
-                    (*self.leaves, *self.used),
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
+                found = self._passed(ends, seeds)
+        finally:
+            _WrapperNode.running -= 1
         grads: list[torch.Tensor | None] = []
         for each, of in zip(found, self.leaves, strict=False):
             # as in the parts' graph: in the layout of its tensor, or plain if that is plain
@@ -498,6 +498,31 @@ class _WrapperNode:
         for each, edge in zip(found[len(grads) :], self.used, strict=True):
             self.checkpoints[edge.node].give(edge.output_nr, each)
         return *grads, *(each.nothing for each in self.checkpoints.values())
+
+    def _passed(self, ends: Any, seeds: Any) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of leaves and of used checkpoints.
+
+        By the engine itself: torch.autograd.grad would delegate to the parts, and a pass with
+        torch's functions switched off would let users' backward code gather everything.
+        """
+        if not self.is_one_pass:
+            return _run_backward(
+                ends,
+                seeds,
+                True,  # only the parts' graph knows when it can be freed
+                torch.is_grad_enabled(),
+                (*self.leaves, *self.used),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        # Accumulate gradients as `backward()` does, which a reentrant checkpoint requires;
+        # meanwhile, gradients of other passes are put aside.
+        before = self._exchanged([None] * len(self.leaves))
+        try:
+            _run_backward(ends, seeds, True, False, (), True, accumulate_grad=True)
+        finally:
+            found = tuple(self._exchanged(before))
+        return found
 
     def _exchanged(self, new: Sequence[Any]) -> list[torch.Tensor | None]:
         """Replace the gradients of the leaves, those of wrappers; return the former ones."""
