@@ -351,6 +351,7 @@ def test_gradients_that_are_no_adjoints() -> None:
     gradients_change = {"imaging/distributing.py", "nn/parallel/replicas.py"}
     assert hooks == gradients_change | {
         *("distributed/shards.py", "tracing/recorder.py"),
+        "tensor/tensor.py",
         *("testing/model/runs.py", "cli/plan_model.py"),
     }
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()

@@ -430,6 +430,14 @@ def check_lost_gradients() -> list[str]:
             norm = x.square().sum()
         ((y * norm).sum() + whole.sum() * y.mean()).backward()  # nothing is lost
         said.append(str(x.grad.layout))
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"whole": Whole.apply(super().forward(x))}
+
+    model = Model(3, 2).double()
+    report = tessel.testing.check_model(model, values((6, 3), 1), where=rows(2))
+    assert report.passed  # the result of a converted model has its gradients
     return said
 
 

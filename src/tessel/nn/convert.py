@@ -72,7 +72,7 @@ from tessel.tensor.shared_random import (
     seeded,
 )
 from tessel.tensor.table import in_backward, running
-from tessel.tensor.tensor import is_spread
+from tessel.tensor.tensor import is_spread, open_plain
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -615,6 +615,9 @@ class Entrance(HasHandle):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
+                # what an autograd.Function gave as a plain tensor has its history between wrappers
+                if any(type(y) is Tensor and y.requires_grad for y in tensors_in(result)):
+                    result = nested(lambda y: open_plain(y) if type(y) is Tensor else y, result)
                 # `fully_shard` frees parameters, or keeps a part of each: these are not compared
                 compare = partial(self.conversion.compare, self.module) if fuses else None
                 buckets.agree_on_uses(self.module, self.label, wrapping, P_x, compare)
