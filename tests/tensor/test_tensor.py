@@ -437,8 +437,26 @@ def check_lost_gradients() -> list[str]:
 
     model = Model(3, 2).double()
     report = tessel.testing.check_model(model, values((6, 3), 1), where=rows(2))
+    own = tessel.nn.distribute_module(nn.Linear(3, 2).double(), rows(2))
+    y = Called.apply(tessel.spread(values((6, 3), 1), rows(2)).requires_grad_(), own)
+    if tessel.world().size > 1:
+        with pytest.raises(ValueError, match="where plain tensors are whole"):
+            (y * tessel.spread(values((6, 2), 2), rows(2))).sum().backward()
     assert report.passed  # the result of a converted model has its gradients
     return said
+
+
+class Called(torch.autograd.Function):
+    """Calls a converted model again in its backward pass, with the whole of what it kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, model: Any) -> Any:
+        ctx.whole, ctx.model = x.full(), model
+        return model(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ctx.model(ctx.whole), None
 
 
 class Whole(torch.autograd.Function):

@@ -72,7 +72,7 @@ from tessel.tensor.shared_random import (
     seeded,
 )
 from tessel.tensor.table import in_backward, running
-from tessel.tensor.tensor import is_spread, open_plain
+from tessel.tensor.tensor import in_users_backward, is_spread, open_plain
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -581,6 +581,13 @@ class Entrance(HasHandle):
         if P_x.size == 1 and not spread:
             with setting(alone, (self.conversion, _active_ddp())):
                 return self.forward(*args, **kwargs)
+        if not spread and in_users_backward() and any(x.dim() == P_x.dim for x in given):
+            raise ValueError(
+                f"the converted {type(self.module).__name__} was called with plain tensors, which "
+                "are parts, in the backward pass of a torch.autograd.Function of spread tensors, "
+                "where plain tensors are whole (as in odeint_adjoint of torchdiffeq): pass "
+                "tessel.spread(x, where), or do not convert the model"
+            )
         if is_traced():
             if wrappers:
                 raise NotImplementedError(

@@ -560,6 +560,11 @@ class _WrapperHistory(_WrapperNode):
         return self._derived([spread])
 
 
+def in_users_backward() -> bool:
+    """Whether code between wrappers is differentiated now, where plain tensors are whole."""
+    return _WrapperNode.running > 0
+
+
 class _Recomputed(_WrapperNode):
     """A reentrant checkpoint, which recomputes when all gradients of its results have arrived.
 
