@@ -6,7 +6,7 @@ Tests `tensor/batch_norm.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -196,3 +196,52 @@ def compare_tokens() -> None:
 def test_gradients_with_channels_last_in_memory(run: Run) -> None:
     """Torch's kernel misreads some of a single sample, which one process does not have here."""
     run(compare_tokens, nprocs=3, timeout=60)
+
+
+MEAN, VARIANCE = values(3, seed=4), values(3, seed=5).exp()
+NORMS: dict[str, Callable[[Any], Any]] = {
+    "batch": lambda x: F.batch_norm(x, None, None, training=True),
+    "evaluation": lambda x: F.batch_norm(x, MEAN, VARIANCE),
+    "instance": F.instance_norm,
+    "group": lambda x: F.group_norm(x, 3),
+}
+
+
+def in_memory(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same values in memory in another order, with strides of their own for single indices."""
+    kept = [dim for dim in order if x.shape[dim] != 1]
+    y = x.squeeze().permute([sorted(kept).index(dim) for dim in kept]).contiguous()
+    y = y.permute([kept.index(dim) for dim in sorted(kept)])
+    for dim in sorted(set(order) - set(kept)):
+        y = y.unsqueeze(dim)
+    return y
+
+
+def compare_strides(dim: int, shape: tuple[int, ...]) -> list[str]:
+    """The norms whose gradients are wrong, for operands and gradients with all orders in memory."""
+    grid = [1] * len(shape)
+    grid[dim] = tessel.world().size
+    P = tessel.world().create_cartesian_topology_partition(grid)
+    layout = tessel.Layout.balanced(P, shape)
+    x, weights = values(*shape, seed=0), values(*shape, seed=1)
+    wrong = []
+    for name, norm in NORMS.items():
+        alone = x.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad((norm(alone) * weights).sum(), alone)
+        orders = list(permutations(range(len(shape))))
+        for of_x, of_grad in zip(orders * 2, orders + orders[::-1], strict=True):
+            part = in_memory(layout.local_part(x).contiguous(), of_x)
+            spread = tessel.from_local(part, layout).requires_grad_()
+            y = norm(spread)
+            grad = in_memory(layout.local_part(weights).contiguous(), of_grad)
+            (found,) = torch.autograd.grad(y, spread, tessel.from_local(grad, layout))
+            if not torch.allclose(found.full(), wanted, rtol=1e-9, atol=1e-10):
+                wrong.append(f"{name} {of_x} {of_grad}")
+    return wrong
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+@pytest.mark.parametrize("case", [(2, (1, 3, 2, 2)), (0, (2, 3, 1, 2)), (3, (2, 3, 3, 2))])
+def test_strides_of_single_indices_mean_nothing(run: Run, nprocs: int, case: Any) -> None:
+    """Torch's kernels conclude from them how values lie in memory, and then mix them up."""
+    assert run(compare_strides, *case, nprocs=nprocs) == [[]] * nprocs

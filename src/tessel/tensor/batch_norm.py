@@ -279,19 +279,23 @@ def _scaled(
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, x.is_cuda)
 
 
-def batch_norm_of_part(x: Tensor, *given: Any) -> Tensor:
-    """`F.batch_norm` of a part, with the gradient that torch derives.
+def by_torch(function: Callable[..., Tensor], x: Tensor, *given: Any, **named: Any) -> Tensor:
+    """Torch's own norm of a part, with the gradient that torch derives.
 
-    As in `with_usual_strides`, torch's kernel for CPUs may read a gradient in the wrong order if a
-    dimension has one index, as that of samples often has in a part. A gradient has any strides, so
-    the kernel gets tensors of fewer dimensions, which have one memory format only.
+    As in `with_usual_strides`, the kernel of its batch and instance norms for CPUs may read a
+    gradient in the wrong order if a dimension has one index, as that of samples often has in a
+    part. A gradient has any strides, so the kernel gets tensors of fewer dimensions, which have one
+    memory format only.
     """
-    if x.is_cuda or x.dim() < 4 or 1 not in x.shape:
-        return F.batch_norm(x, *given)
-    if is_channels_last(x):
+    of_instances = function is F.instance_norm  # torch takes all samples for channels of one
+    is_safe = not of_instances and (function is not F.batch_norm or 1 not in x.shape)
+    if x.is_cuda or x.dim() < 4 or is_safe or not x.numel():
+        return function(x, *given, **named)
+    if is_channels_last(x) and not of_instances:
         rows = x.movedim(1, -1)
-        return F.batch_norm(rows.flatten(0, -2), *given).view(rows.shape).movedim(-1, 1)
-    return F.batch_norm(x.flatten(2), *given).view(x.shape)
+        found = function(rows.flatten(0, -2), *given, **named)
+        return found.view(rows.shape).movedim(-1, 1)
+    return function(x.flatten(2), *given, **named).view(x.shape)
 
 
 def can_use_kernels(x: Tensor, *others: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from tessel.core.linop import LinearOperator, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, replicate, replication, used_together
-from tessel.tensor.batch_norm import BatchNorm, batch_norm_of_part, can_use_kernels, normalize
+from tessel.tensor.batch_norm import BatchNorm, by_torch, can_use_kernels, normalize
 from tessel.tensor.group_norm import GroupNorm
 from tessel.tensor.moments import (
     RunningMoments,
@@ -239,7 +239,7 @@ def _normalized(
         bias = None if bias is None else second
     if not x.numel():
         return anchored_zeros(tuple(x.shape), x, weight, bias).to(x.dtype)
-    return batch_norm_of_part(x, centre, constant, weight, bias, False, 0.0, eps)
+    return by_torch(F.batch_norm, x, centre, constant, weight, bias, False, 0.0, eps)
 
 
 @kept_in_job
@@ -297,7 +297,7 @@ class Norm:
     def simply(self) -> SpreadTensor:
         """Torch's own function on every worker; of empty tensors, to update running statistics."""
         if _is_alone(self.layout):
-            return made(self.function(self.x, **self.given), self.layout)
+            return made(by_torch(self.function, self.x, **self.given), self.layout)
         with torch.no_grad():
             self.function(self.x.new_empty(self.layout.shape), **self.given)
         return self.result(self.anchored_zeros(*self.parameters()))
@@ -385,7 +385,7 @@ def normalize_by_running(
     if not x.numel():
         return anchored_zeros(tuple(x.shape), x, weight, bias).to(x.dtype)
     batched = x if dim == 1 else x.unsqueeze(0)
-    return batch_norm_of_part(batched, *running, weight, bias, False, 0.0, eps).view_as(x)
+    return by_torch(F.batch_norm, batched, *running, weight, bias, False, 0.0, eps).view_as(x)
 
 
 def check(name: str, given: Settings, shape: Shape, x: Tensor, dims: range) -> None:
@@ -485,7 +485,7 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             running, numbers = norm.running(), (given["momentum"], given["eps"])
             # torch updates copies, since autograd saves them, and saved tensors must not change
             mean, variance = (None if each is None else each.clone() for each in running)
-            y = batch_norm_of_part(norm.x, mean, variance, weight, bias, True, *numbers)
+            y = by_torch(F.batch_norm, norm.x, mean, variance, weight, bias, True, *numbers)
             for each, new in zip(running, (mean, variance), strict=True):
                 if each is not None and new is not None:
                     each.copy_(new)
@@ -540,10 +540,7 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         weight, bias = norm.parameters()
         if not x.numel():
             return norm.result(norm.anchored_zeros(weight, bias))
-        # without the dimensions for which torch might read the gradient in the wrong order, as in
-        # `batch_norm_of_part`
-        y = F.instance_norm(x.flatten(2), None, None, weight, bias, True, 0.0, eps)
-        return norm.result(y.view(x.shape))
+        return norm.result(by_torch(F.instance_norm, x, None, None, weight, bias, True, 0.0, eps))
     y, mean, variance = _normalize_groups(norm, instances)
     if norm.tracks:
         # the average over all instances of the batch updates running statistics
