@@ -151,7 +151,7 @@ CHANGES = {
     "cli/rendezvous.py": {"rendezvous_handler_registry.register"},
     "cli/run.py": {
         *("os.environ['OMP_NUM_THREADS']", "os.environ[TRACE]", "os.environ.setdefault"),
-        *("os.environ.pop", "sys.path.insert", "sys.path[:]"),
+        *("os.environ.pop", "sys.path.insert", "sys.path[:]", "signal.signal"),
     },
     "cli/worker.py": {
         *("sys.argv", "sys.path[0]", "sys.path.insert"),
