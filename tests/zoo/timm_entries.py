@@ -193,7 +193,7 @@ ENTRIES = [
     entry("regnety_002", model("regnety_002"), pictures, eval=()),
     entry("ghostnet_050", model("ghostnet_050"), pictures, train=(THIRDS,), eval=()),
     entry("repvgg_a0", model("repvgg_a0"), small, eval=()),
-    entry("mobilevit_xxs", model("mobilevit_xxs"), pictures, eval=()),
+    entry("mobilevit_xxs", model("mobilevit_xxs"), pictures, train=(THIRDS, SAMPLES), eval=()),
     entry(
         "pvt_v2_b0",
         model("pvt_v2_b0", **stages),

@@ -237,7 +237,7 @@ pictures = floats(4, 3, 64, 64)
 films = floats(2, 3, 4, 32, 32)
 
 ENTRIES = [
-    entry("resnet18", model("resnet18", num_classes=5), pictures),
+    entry("resnet18", model("resnet18", num_classes=5), pictures, train=(ROWS, SAMPLES)),
     entry("ResNet, bottlenecks", partial(resnet, "Bottleneck"), pictures, eval=(THIRDS,)),
     entry(
         "ResNeXt",
@@ -275,7 +275,7 @@ ENTRIES = [
     entry("Swin", partial(swin, 1), floats(2, 3, 36, 36)),
     entry("Swin V2", partial(swin, 2), floats(2, 3, 36, 36), train=(THIRDS,)),
     entry("VisionTransformer", vision_transformer, floats(2, 3, 32, 32)),
-    entry("MaxViT", maxvit, floats(2, 3, 64, 64)),
+    entry("MaxViT", maxvit, floats(2, 3, 64, 64), train=(ROWS, SAMPLES)),
     entry("DeepLabV3", partial(segmentation, "deeplabv3"), floats(2, 3, 64, 64)),
     entry("FCN", partial(segmentation, "fcn"), floats(2, 3, 64, 64)),
     entry("LRASPP", partial(segmentation, "lraspp"), floats(2, 3, 64, 64)),
