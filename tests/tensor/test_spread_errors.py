@@ -385,11 +385,6 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         RuntimeError,
         "leaf",
     ),
-    "an optimizer of lists": (
-        lambda: stepped(foreach=True),
-        NotImplementedError,
-        "foreach=False",
-    ),
     "a fused optimizer": (lambda: stepped(fused=True), NotImplementedError, "fused=False"),
     "fft of no length": (lambda: torch.fft.fft(reals(6), n=0), RuntimeError, "Invalid"),
     "fft beyond": (lambda: torch.fft.fft(reals(6), dim=3), IndexError, "range"),

@@ -30,6 +30,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     indexing,
     interpolation,
     joins,
+    lists,
     losses,
     masks,
     matrices,
@@ -282,7 +283,6 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 _IN_PLACE = {"inplace": True}
 _NUMBERS = frozenset((float, int, bool, str, type(None)))
-_OF_OPTIMIZERS = ("_foreach_", "_fused_")  # beginnings of names
 
 
 def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -355,8 +355,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _written_back(name, args, kwargs)
     layouts = held_layouts(args, kwargs)
     if not all(each.is_whole for each in layouts):
-        if name.startswith(_OF_OPTIMIZERS) and is_in_place(name):
-            why = "it changes a list of tensors; give torch's optimizer foreach=False, fused=False"
+        if name.startswith("_fused_") and is_in_place(name):
+            why = "it changes a list of tensors; give torch's optimizer fused=False"
             raise unsupported(name, why, *layouts)
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
     if name in _RESHAPE_IN_PLACE:  # the part would change its shape, but not the wrapper
