@@ -220,6 +220,17 @@ def test_vae_decodes_a_film(run: Run, tmp_path: Path) -> None:
     assert int(share) < 60
 
 
+def test_vae_has_weights_of_a_folder(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    vae = importlib.import_module("tessel.examples.vae").autoencoder(False)
+    vae.decoder.conv_in.weight.data.mul_(2)
+    vae.save_pretrained(tmp_path / "weights")
+    theirs = numbers(perform(run, "vae", 2, tmp_path))
+    ours = numbers(perform(run, "vae", 2, tmp_path, "--weights", str(tmp_path / "weights")))
+    assert ours[1] < 1e-12 and ours[0] > 0.01
+    assert ours[0] != theirs[0]  # of tiles, which depends on the weights
+
+
 @pytest.mark.limit(230)
 @pytest.mark.parametrize("film", [False, True])
 def test_vae_decodes_in_a_third_of_the_memory(run: Run, tmp_path: Path, film: bool) -> None:

@@ -73,12 +73,18 @@ LTX = {
     **{"block_out_channels": (4, 8, 8, 8), "decoder_block_out_channels": (4, 8, 8, 8)},
     **{"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5},
 }
+MOCHI = {
+    **{"latent_channels": 4, "layers_per_block": (1,) * 5},
+    **dict.fromkeys(("encoder_block_out_channels", "decoder_block_out_channels"), (32,) * 4),
+    **{"temporal_expansions": (1, 2, 3), "spatial_expansions": (2, 2, 2)},
+}
 COG = {**FOUR, "norm_num_groups": 2, "temporal_compression_ratio": 4}
 FILMS = {
     "AutoencoderKLWan": (WAN, (1, 4, 3, 8, 8), (1, 3, 5, 16, 16)),
     "AutoencoderKLHunyuanVideo": (HUNYUAN, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32)),
     "AutoencoderKLLTXVideo": (LTX, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32)),
     "AutoencoderKLCogVideoX": (COG, (1, 4, 3, 4, 4), (1, 3, 9, 32, 32)),
+    "AutoencoderKLMochi": (MOCHI, (1, 4, 2, 4, 3), (1, 3, 7, 32, 24)),
 }
 
 
