@@ -393,6 +393,32 @@ def test_making_a_layer_needs_one_whole_weight_at_a_time(run: Run, nprocs: int, 
         assert peak <= whole + 2 * shard + 10_000
 
 
+def memory_of_pair(features: int, inner: int, batch: int) -> tuple[int, int, int]:
+    """The peak of a step, the gradients that stay, and a tensor of hidden features."""
+    up, down = ParallelLinear(features, inner, dim=-1), ParallelLinear(inner, features, dim=0)
+    x = values((batch, features), 0).float().requires_grad_()
+
+    def step() -> None:
+        down(torch.nn.functional.gelu(up(x))).square().mean().backward()
+
+    parameters = [*up.parameters(), *down.parameters()]
+    step()
+    for each in (x, *parameters):
+        each.grad = None
+    with count_memory() as counted:
+        step()
+    kept = sum(each.nbytes for each in parameters)
+    return counted.peak, kept, batch * inner // tessel.world().size * 4
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_a_pair_of_layers_needs_its_gradients_and_two_hidden_tensors(run: Run, nprocs: int) -> None:
+    """At its peak: no copy of a gradient, of the weights or of what is sent."""
+    features, inner, batch = 512, 2048, 16
+    for peak, kept, hidden in run(memory_of_pair, features, inner, batch, nprocs=nprocs):
+        assert peak <= kept + 2 * hidden + batch * features + 100
+
+
 @pytest.mark.slow
 @pytest.mark.limit(180)
 def test_without_dim_it_compiles_as_one_graph() -> None:
