@@ -31,6 +31,7 @@ def diff(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("gradient")
 def gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The slope of the parabola through each value and its two neighbours, for each dimension."""
+    kwargs = _with_numbers(kwargs)
     x, spacing, dims = args[0], kwargs.get("spacing"), kwargs.get("dim")
     if not (x.is_floating_point() or x.is_complex()):
         raise unsupported(name, f"values of {x.dtype} are not supported", x._layout)
@@ -100,6 +101,7 @@ def _integrand(
     name: str, func: Any, args: Arguments, kwargs: Settings
 ) -> tuple[Tensor, int, Tensor | float]:
     """The values to integrate, the dimension, and the distances of adjacent values along it."""
+    kwargs = _with_numbers(kwargs)
     y, x = args[0], argument(args, kwargs, 1, "x")
     outlines(func, args, kwargs)  # torch's own error
     dim = kwargs.get("dim", -1) % y.dim()
@@ -112,6 +114,15 @@ def _integrand(
     x = x.reshape([1] * (y.dim() - x.dim()) + list(x.shape))
     left, right = _neighbours(x, dim)
     return y, dim, right - left
+
+
+def _with_numbers(kwargs: Settings) -> Settings:
+    """The arguments with numbers for tensors without dimensions, as torch takes them."""
+
+    def number(value: Any) -> Any:
+        return value.item() if isinstance(value, Tensor) and not value.dim() else value
+
+    return {key: number(each) for key, each in kwargs.items()}
 
 
 def _neighbours(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
