@@ -324,8 +324,8 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         row = row_of(partition)
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
         # first agree on the arguments, then check them: so all workers raise, or none
-        kind = f"{dtype or torch.get_default_dtype()}{refused(device, dtype)}"
-        agree(row, f"{name} over {row}, of {kind}")
+        kind = torch.get_default_dtype() if dtype is None else dtype
+        agree(row, f"{name} over {row}, of {kind}{refused(device, dtype)}")
         checked_dim(dim, name)
         if dim is None:
             self.partition = row  # which torch's layer needs when it draws its values
