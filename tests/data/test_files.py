@@ -272,6 +272,10 @@ def some_fail(folder: str, name: str) -> None:
     assert torch.equal(tessel.load(path), torch.arange(8))
     with pytest.raises(TypeError, match="on worker 1, expected dense tensors, or dicts"):
         tessel.save(3 if P.rank else x, path)
+    with pytest.raises(TypeError, match=r"tessel\.save: on worker 1, "):
+        tessel.save(x, path if P.rank == 0 else 7)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tessel\.load: on worker 1, "):
+        tessel.load(path if P.rank == 0 else 7)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="on worker 1, "):
         tessel.load(path if P.rank == 0 else path + "nothing")
 

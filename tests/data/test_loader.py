@@ -277,6 +277,40 @@ def fail_and_go_on() -> None:
     assert text == "tessel.data: samples [1] of epoch 0: on worker 1, StopIteration: no such box"
 
 
+class TextlessError(Exception):
+    """An error whose text raises."""
+
+    def __str__(self) -> str:
+        return self.missing  # type: ignore[attr-defined,no-any-return]
+
+
+def errors_without_text() -> None:
+    source = FromFunction(fail_at_second(1, TextlessError), (4,), torch.float64, 3)
+    text = raised(lambda: list(PartLoader(PartDataset(source, grid_of(1, 2)))), RuntimeError)
+    assert "on worker 1, TextlessError: " in text
+    assert float(tessel.ones(4, where=tessel.world()).sum()) == 4
+
+
+def test_an_error_whose_text_raises(run: Run) -> None:
+    run(errors_without_text, nprocs=2)
+
+
+def bad_states() -> None:
+    loader = numbers_loader({"shuffle": True, "seed": 0})
+    state, is_first = loader.state_dict(), tessel.world().rank == 0
+    for wrong in ({}, {**state, "length": 5}, {**state, "order": [1]}):
+        text = raised(lambda: loader.load_state_dict(state if is_first else wrong), ValueError)  # noqa: B023
+        assert text.startswith("PartSampler.load_state_dict: on worker 1, PartSampler: ")
+    assert len(list(loader)) == len(loader)  # and it goes on
+    # a part of a number is not dropped
+    loader = PartLoader(loader.dataset, sampler=[0, 1.5])  # type: ignore[list-item]
+    raised(lambda: list(loader), TypeError)
+
+
+def test_states_and_orders_that_one_worker_refuses(run: Run) -> None:
+    run(bad_states, nprocs=2)
+
+
 def test_what_one_worker_cannot_read_raises_on_all(run: Run) -> None:
     run(fail_and_go_on, nprocs=2)
 

@@ -186,6 +186,8 @@ def bad(kind: str) -> Any:
         "one without a sharding": lambda: parallel.gather(as_plain(shard) if last else shard, 1),
         "another size": lambda: parallel.gather(as_shard(as_plain(shard), Sharding(1, P, 11))),
         "other rows": lambda: parallel.gather(shard[:3] if last else shard),
+        "no number": lambda: parallel.scatter(x, "rows" if last else 1),  # type: ignore[arg-type]
+        "no number to gather": lambda: parallel.gather(shard, [1] if last else 1),  # type: ignore[arg-type]
         "no tensor": lambda: parallel.copy("x" if last else x),  # type: ignore[arg-type]
     }
     return raised(calls[kind])
@@ -205,6 +207,8 @@ BAD = {
     "one without a sharding": "not registered as a shard",
     "another size": "11 in all",
     "other rows": "shape (but for dim 1)",
+    "no number": "same calls",
+    "no number to gather": "same calls",
     "no tensor": "no tensor",
 }
 

@@ -59,6 +59,21 @@ LAYERS: dict[str, Callable[[int], Any]] = {
     "pool": lambda r: D.DistributedMaxPool1d(in_space(), 2 + r),
     "upsample": lambda r: D.DistributedUpsample(in_space(), scale_factor=2 + r),
     "loss": lambda r: D.DistributedCrossEntropyLoss(in_space(), label_smoothing=0.1 * r),
+    # arguments that torch's layer refuses, on one of the workers
+    "no kernel": lambda r: D.DistributedConv1d(in_space(), 1, 2, (3, "three")[r]),
+    "no padding": lambda r: D.DistributedConvTranspose1d(
+        in_space(), 1, 2, 3, padding_mode=("zeros", 3)[r]
+    ),
+    "no features": lambda r: D.DistributedLinear(in_space(), None, None, 4, (3, "three")[r]),
+    "no groups": lambda r: D.DistributedGroupNorm(in_space(), 1 + r, 3),
+    "no reduction": lambda r: D.DistributedCrossEntropyLoss(in_space(), weight=(None, "all")[r]),
+    "no device": lambda r: D.DistributedBatchNorm(in_space(), 3, device=(None, "nowhere")[r]),
+    "no parallel device": lambda r: D.ParallelLinear(4, 4, dim=-1, device=(None, "nowhere")[r]),
+    "no dtype": lambda r: D.ParallelEmbedding(4, 4, dim=0, dtype=(None, "double")[r]),
+    "no width": lambda r: tessel.models.FNO(in_space(), 1, 1, width=2 - 2 * r, modes=2),
+    "no axes": lambda r: tessel.models.FNO(
+        tessel.world().create_cartesian_topology_partition([1, 1 + r, 2 - r]), 1, 1, 2, modes=2
+    ),
     "parallel linear": lambda r: D.ParallelLinear(4, 4 + 2 * r, dim=-1),
     "parallel inputs": lambda r: D.ParallelLinear(4 + 2 * r, 4, dim=0),
     "parallel bias": lambda r: D.ParallelLinear(4, 4, dim=-1, bias=bool(r)),

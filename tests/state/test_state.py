@@ -380,6 +380,8 @@ def check_bad_states() -> list[Any]:
         lambda: relocate_state_dict(net, None if second else whole),
         lambda: relocate_state_dict(net, whole if second else None, rank0_only=True),
         lambda: relocate_state_dict(net, {"up.bias": torch.ones(2)}, rank0_only=True),
+        lambda: relocate_state_dict(net, [whole] if second else whole, "up."),  # type: ignore[arg-type]
+        lambda: collect_state_dict(net, [whole] if second else None),  # type: ignore[arg-type]
         lambda: collect_state_dict(net, whole),
         lambda: collect_state_dict(net, rank0_only=second),
         lambda: collect_state_dict(
@@ -406,6 +408,8 @@ TEXTS = [
     ("worker 1 calls", "expected the whole state, got None"),
     ("worker 0 calls", "expected the whole state, got None"),
     ("up.bias must be whole, of shape (9,), got shape (2,)",),
+    ("worker 1 calls", "expected the whole state, got list"),
+    ("worker 1 calls", "expected a state of the module, got list"),
     ("of shape (3, 5), got shape (7, 5)", "worker 1 calls"),
     ("rank0_only=False", "rank0_only=True"),
     ("worker 1 calls", "of shape (3,), got shape (7,)"),
@@ -516,6 +520,7 @@ def check_bad_optimizers() -> list[Any]:
         lambda: collect_optimizer_state_dict(net, several),
         lambda: collect_optimizer_state_dict(net, factored),
         lambda: OptimizerState(net, factored).state_dict(),
+        lambda: relocate_optimizer_state_dict(net, optimizer, {} if P.rank == 1 else whole),
     ]
     return [raised(case) for case in cases]
 
@@ -526,6 +531,7 @@ OPTIMIZER_TEXTS = [
     ("'old_dirs'", "several tensors"),
     ("'row_var' of an optimizer for", "got shape"),
     ("'row_var' of an optimizer for", "has the shape"),
+    ("worker 1 calls", "the state has no 'state'; the state has no 'param_groups'"),
 ]
 
 

@@ -58,8 +58,9 @@ def save(
     >>> int(tessel.load(path, tessel.world())["x"].sum())
     15
     """
-    call, folder = "tessel.save", Path(os.path.realpath(path))
+    call = "tessel.save"
     with together(call) as facts:
+        folder = Path(os.path.realpath(path))
         if folder.suffix in OTHERS:
             raise ValueError(
                 f"{path}: tessel.save writes a zarr folder (.zarr) or a checkpoint (without a "
@@ -111,8 +112,9 @@ def load(
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
     """
-    call, folder = "tessel.load", Path(path)
+    call = "tessel.load"
     with together(call) as facts:
+        folder = Path(path)
         form = next((each() for each in FORMATS if each.is_in(folder)), None)
         if form is None:
             missing = ValueError if folder.exists() else FileNotFoundError

@@ -106,6 +106,13 @@ class PartSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration resume where `state_dict` was called; all workers must do so."""
+        with together("PartSampler.load_state_dict"):  # others would wait for the first batch
+            self._check_state(state)
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._taken, self._order, self._resumes = state["taken"], state["order"], True
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise unless this sampler can continue from a state."""
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
                 f"PartSampler: expected what state_dict() returns, but there is no {missing[0]!r}"
@@ -123,8 +130,6 @@ class PartSampler(Sampler[list[int]]):
                 f"PartSampler: the state was saved in an epoch {saved} sampler=, but this sampler "
                 f"was created {here} it, and would continue in a different order"
             )
-        self.seed, self.epoch = state["seed"], state["epoch"]
-        self._taken, self._order, self._resumes = state["taken"], state["order"], True
 
     def batches(self) -> Iterator[list[int]]:
         """The rest of this epoch, or the next one, as whole batches, the same on all workers."""
@@ -137,7 +142,7 @@ class PartSampler(Sampler[list[int]]):
             if self._order is None:  # not in a resumed epoch
                 everyone = world()
                 with together("the sampler of tessel.data"):  # others would wait for the order
-                    own = [int(index) for index in self.sampler] if everyone.rank == 0 else []
+                    own = [*map(as_int, self.sampler)] if everyone.rank == 0 else []
                     outside = [index for index in own if not 0 <= index < self.length]
                     if outside:
                         raise IndexError(f"there are {self.length} samples, got {outside[0]}")

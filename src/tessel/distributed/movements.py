@@ -7,7 +7,7 @@ from operator import index as as_int
 
 from torch import Tensor
 
-from tessel.core.agreement import same
+from tessel.core.agreement import agree, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
@@ -83,10 +83,11 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
     ((2, 3), 1)
     """
     row, state = row_of(partition), traced_state(x)
-    y = _movement("scatter", row, as_int(dim), state)(as_plain(x))
+    along = _number_of("scatter", row, dim)
+    y = _movement("scatter", row, along, state)(as_plain(x))
     if not row.active:
         return y
-    place = as_int(dim) % x.ndim
+    place = along % x.ndim
     return as_shard(y, Sharding(place, row, x.shape[place]))
 
 
@@ -118,8 +119,19 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
     state = state_of(x)
     if partition is None and state is not None:
         partition = state.partition
-    along = None if dim is None else as_int(dim)
-    return _movement("gather", row_of(partition), along, state)(as_plain(x))
+    row = row_of(partition)
+    along = None if dim is None else _number_of("gather", row, dim)
+    return _movement("gather", row, along, state)(as_plain(x))
+
+
+def _number_of(name: str, row: Partition, dim: int) -> int:
+    """A dimension as a number; on all workers an error if one has anything else."""
+    try:
+        return as_int(dim)
+    except TypeError as error:
+        call = f"tessel.distributed.{name}(x, dim={dim!r}) over {row}"
+        agree(row, call)  # others have another text, and raise here too
+        raise TypeError(f"{call}: expected dim to be an integer") from error
 
 
 def _sent_whole(name: str, x: Tensor, row: Partition) -> Tensor:

@@ -92,26 +92,29 @@ class FNO(ComputingLayer, torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
-        if not 1 <= P_x.dim - 2 <= MAX_DIMS:
-            raise ValueError(
-                f"FNO: expected a partition with axes for the batch, the channels and 1 to "
-                f"{MAX_DIMS} dimensions of space, got {P_x}"
+        with self.refused_together(P_x):
+            if not 1 <= P_x.dim - 2 <= MAX_DIMS:
+                raise ValueError(
+                    f"FNO: expected a partition with axes for the batch, the channels and 1 to "
+                    f"{MAX_DIMS} dimensions of space, got {P_x}"
+                )
+            if P_x.shape[1] > 1:
+                raise ValueError(
+                    f"FNO: channels cannot be split, got {P_x}; use one worker along the second "
+                    f"axis, and split space or the batch"
+                )
+            self.in_channels = checked_length("FNO", "in_channels", in_channels)
+            self.out_channels = checked_length("FNO", "out_channels", out_channels)
+            self.width = checked_length("FNO", "width", width)
+            self.hidden = (
+                2 * self.width if hidden is None else checked_length("FNO", "hidden", hidden)
             )
-        if P_x.shape[1] > 1:
-            raise ValueError(
-                f"FNO: channels cannot be split, got {P_x}; use one worker along the second axis, "
-                f"and split space or the batch"
-            )
-        self.in_channels = checked_length("FNO", "in_channels", in_channels)
-        self.out_channels = checked_length("FNO", "out_channels", out_channels)
-        self.width = checked_length("FNO", "width", width)
-        self.hidden = 2 * self.width if hidden is None else checked_length("FNO", "hidden", hidden)
-        self.modes = Modes.of(modes, P_x.dim - 2)
+            self.modes = Modes.of(modes, P_x.dim - 2)
+            kind = torch.get_default_dtype() if dtype is None else dtype
+            if kind not in COMPLEX_OF:
+                raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
+            checked_length("FNO", "blocks", blocks)
         self.place_on(P_x)
-        kind = torch.get_default_dtype() if dtype is None else dtype
-        if kind not in COMPLEX_OF:
-            raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
-        checked_length("FNO", "blocks", blocks)
         # a worker that cannot use its library for transforms would raise alone in a call
         flaw = flaw_of_choice()
         wrong = {"library": flaw} if flaw else {}

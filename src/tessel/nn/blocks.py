@@ -114,7 +114,9 @@ class Weighted(StoredInParts, ComputingLayer):
         **settings: Any,
     ) -> None:
         # not that of Layer, which would place the parameters before all partitions are known
-        super(Layer, self).__init__(*args, **settings)
+        self.P_y, self.P_w = P_y, P_w
+        with self.refused_together(P_x):
+            super(Layer, self).__init__(*args, **settings)
         self.place_with(P_x, P_y, P_w)
 
     def check_grid(self, grid: WeightGrid) -> None:
@@ -139,9 +141,9 @@ class Weighted(StoredInParts, ComputingLayer):
         self.P_y, self.P_w = P_y, P_w
         self.place_on(P_x)
         assert isinstance(self, torch.nn.Module)
+        self.agree_on_form()
         if P_w is not None:
             self.check_grid(self._grid(P_x.dim))
-        self.agree_on_form()
         # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
         # P_y may have workers that P_x has not: they store nothing

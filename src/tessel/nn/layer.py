@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any, Self
@@ -116,7 +117,8 @@ class Layer(HasHandle):
     __deepcopy__ = copied
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)  # torch's own layer
+        with self.refused_together(P_x):
+            super().__init__(*args, **settings)  # torch's own layer
         self.place_on(P_x)
         self.agree_on_form()
         self.equalize_parameters()
@@ -147,6 +149,22 @@ class Layer(HasHandle):
         # keyword-only arguments must be last; a stable sort keeps the rest
         between.sort(key=lambda each: each.kind is each.KEYWORD_ONLY)
         cls.__signature__ = inspect.Signature([*lead, *between, *named])
+
+    @contextmanager
+    def refused_together(self, P_x: Partition) -> Iterator[None]:
+        """Let all workers raise if a constructor refuses its arguments on one.
+
+        The others make the groups of the layer, and agree on its form: so does this worker, with
+        the text of its error, which differs from theirs.
+        """
+        try:
+            yield
+        except Exception as error:  # of torch's layer, or of a subclass, which may raise anything
+            if isinstance(P_x, Partition):
+                self.place_on(P_x)
+                workers = self.prepare().workers
+                agree(Partition(workers, (len(workers),)), f"{type(self).__name__}: {error}")
+            raise
 
     def place_on(self, P_x: Partition) -> None:
         """Make the layer work on tensors that are spread over `P_x`."""

@@ -57,7 +57,9 @@ class DistributedLinear(Weighted, torch.nn.Linear):
     ) -> None:
         # Parameters are placed once all partitions are known: torch's `__init__` is called
         # directly.
-        torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.P_y, self.P_w = P_y, P_w
+        with self.refused_together(P_x):
+            torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self.place_with(P_x, P_y, P_w)
 
     def weight_shape(self) -> Shape:

@@ -137,7 +137,7 @@ def clip_grad_norm_(
     found = list(_named(parameters))
     settings = f"{max_norm=!r}, {norm_type=!r}, {error_if_nonfinite=!r}"
     with torch.no_grad():
-        total = total_norm(found, float(norm_type), partition, settings)
+        total = total_norm(found, norm_type, partition, settings)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(NOT_FINITE.format(norm_type))
         torch.nn.utils.clip_grads_with_norm_(
@@ -204,6 +204,7 @@ def total_norm(
         f"clip_grad_norm_ of {len(pieces)} parameters, {settings}, over {row}, whose shards lie as "
         f"the number {code} says",
     )
+    norm_type = float(norm_type)  # only now: what is no number is part of the settings
     if not pieces:
         return torch.tensor(0.0)  # as torch has it
     # Only norms are sent, a number for each parameter, and all of them in one message.

@@ -49,12 +49,12 @@ def relocator(
 ) -> tuple[Mapping[str, Any], Change]:
     """The outline of a state, on all workers, and the function that returns this worker's parts."""
     needs = not rank0_only or places.first.active
-    missing = ["expected the whole state, got None"] if needs and state is None else []
+    missing = no_state(state, "the whole state") if needs else []
     # Before anything is sent, all learn that the first worker has a state. If each should have its
     # own, the text of a worker without one differs from the others': all raise.
     if rank0_only or missing:
         places.agree(call, (), missing)
-    given: Mapping[str, Any] = state if needs and state is not None else {}
+    given: Mapping[str, Any] = state if needs and isinstance(state, Mapping) else {}
     if rank0_only:
         return _receiving(places, given, "cpu" if parameter is None else parameter.device)
     known: dict[Any, Tensor] = {}
@@ -101,6 +101,13 @@ def _receiving(
         return Move(Layout.whole(places.first, shape), target).apply(whole)
 
     return outline, receive
+
+
+def no_state(state: Any, what: str) -> list[str]:
+    """What is wrong with a state that is no dictionary."""
+    if isinstance(state, Mapping):
+        return []
+    return [f"expected {what}, got {'None' if state is None else type(state).__name__}"]
 
 
 def local_problem(name: str, value: Any, layout: Layout) -> str:

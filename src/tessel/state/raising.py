@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import TracebackException
 
 import torch
 
@@ -46,7 +47,9 @@ def together(call: str, workers: Partition | None = None, saying: str = "") -> I
         number = next((k for k, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
         # an error of the kind that is raised is described by its text alone
         is_known = type(error) is (ValueError if saying else KINDS[number])
-        text = "" if error is None else f"{'' if is_known else type(error).__name__ + ': '}{error}"
+        text = "" if error is None else "" if is_known else f"{type(error).__name__}: "
+        if error is not None:  # the `__str__` of its class may raise itself
+            text += str(TracebackException(type(error), error, None))
         number, text = tell(everyone, (number, text))[failed[0]]
         kind = ValueError if saying else KINDS[number]
         # What a generator raises from a StopIteration is taken for the end of the block.

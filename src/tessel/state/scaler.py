@@ -46,6 +46,9 @@ class ParallelGradScaler(torch.amp.GradScaler):
         here = sum(
             (each.to(self._scale.device) for each in found.values()), torch.zeros_like(self._scale)
         )
+        count = torch.full_like(here, len(found))
         # a sum, not a maximum: flags are zero or more, so that it is zero where all of them are
-        anywhere = reduce(here, self.partition)  # torch makes a step only where this is zero
-        return {device: anywhere.to(device) for device in found}
+        anywhere, checks = reduce(torch.stack([here, count]), self.partition).unbind()
+        if not found and checks:  # the gradients are those of other workers
+            return {anywhere.device: anywhere}
+        return {device: anywhere.to(device) for device in found}  # torch steps where this is zero

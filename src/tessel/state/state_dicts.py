@@ -21,6 +21,7 @@ from tessel.state.parts import (
     collector,
     kinds,
     local_problem,
+    no_state,
     relocator,
     shape_text,
     whole_problem,
@@ -28,6 +29,7 @@ from tessel.state.parts import (
 from tessel.state.places import Places
 
 StateDict = dict[str, Any]
+GROUPED = ("state", "param_groups")  # what the state of an optimizer consists of
 
 
 def collect_state_dict(
@@ -64,6 +66,8 @@ def collect_state_dict(
     if not places.row.active:
         return {}
     given = module.state_dict(keep_vars=True) if state is None else state
+    if problems := no_state(given, "a state of the module"):  # or else others wait for its values
+        places.agree(call, (), problems)
     places.agree(call, kinds(given), places.problems(given, local_problem))
     collect = collector(places, rank0_only, cpu_offload)
     whole = {name: collect(value, places.layouts.get(name)) for name, value in given.items()}
@@ -104,7 +108,7 @@ def relocate_state_dict(
     places = Places.of(module, partition, call)
     if rank0_only and not places.row.active:
         return module.state_dict()
-    if prefix and state is not None:
+    if prefix and isinstance(state, Mapping):
         state = _like(state, {name.removeprefix(prefix): each for name, each in state.items()})
     first = next(module.parameters(), None)
     outline, relocate = relocator(places, state, rank0_only, call, first)
@@ -194,6 +198,9 @@ def relocate_optimizer_state_dict(
         return optimizer.state_dict()
     first = next(module.parameters(), None)
     outline, relocate = relocator(places, state, rank0_only, call, first)
+    missing = [f"the state has no {key!r}" for key in GROUPED if key not in outline]
+    if missing:
+        places.agree(call, (), missing)
     expected, got = (
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, outline["param_groups"])

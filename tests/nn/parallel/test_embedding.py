@@ -431,11 +431,14 @@ def construct(kind: str) -> tuple[type[BaseException], str] | None:
     if kind == "table":
         table = values((9 if odd else 10, 6), 0)
         return raised(lambda: ParallelEmbedding(10, 6, _weight=table, dim=0))
+    if kind == "function":
+        ids, table = ids_of((3, 4), 10), values((4, 6), 0)
+        return raised(lambda: parallel_embedding(ids, table, dim="rows" if odd else 0))  # type: ignore[arg-type]
     layer = torch.nn.Embedding(9 if odd else 10, 6)
     return raised(lambda: ParallelEmbedding.convert_parallel_embedding(layer, 0))
 
 
-@pytest.mark.parametrize("kind", ["dim", "rows", "padding", "table", "conversion"])
+@pytest.mark.parametrize("kind", ["dim", "rows", "padding", "table", "function", "conversion"])
 def test_layers_that_differ_are_refused_everywhere(run: Run, kind: str) -> None:
     results = run(construct, kind, nprocs=3)
     assert len(set(results)) == 1 and results[0] is not None

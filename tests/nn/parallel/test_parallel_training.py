@@ -265,13 +265,15 @@ def clip_faults(kind: str) -> tuple[type[BaseException], str] | None:
     model = split_model(plain_model(), P)
     loss_of(model, *batch(0)).backward()
     parameters = list(model.parameters())
-    max_norm, strict, where = 1.0, False, None
+    max_norm, norm_type, strict, where = 1.0, 2.0, False, None
     odd = P.rank == 1
     assert model.norm.weight.grad is not None
     if kind == "fewer" and odd:
         parameters = parameters[1:]
     elif kind == "max_norm" and odd:
         max_norm = 2.0
+    elif kind == "norm_type" and odd:
+        norm_type = "two"  # type: ignore[assignment]
     elif kind == "no gradient" and odd:
         model.norm.weight.grad = None
     elif kind == "no gradient of a shard" and odd:
@@ -285,14 +287,13 @@ def clip_faults(kind: str) -> tuple[type[BaseException], str] | None:
             model.up.weight.grad[0, 0] = float("nan")
     elif kind == "partition":
         where = Partition(P.ranks[:2], (2,))
-    return raised(
-        lambda: clip_grad_norm_(parameters, max_norm, error_if_nonfinite=strict, partition=where)
-    )
+    return raised(lambda: clip_grad_norm_(parameters, max_norm, norm_type, strict, partition=where))
 
 
 CLIP_FAULTS = {
     "fewer": (ValueError, "of 6 parameters"),
     "max_norm": (ValueError, "max_norm=2.0"),
+    "norm_type": (ValueError, "norm_type='two'"),
     "no gradient": (ValueError, "workers [1] have no gradient"),
     "no gradient of a shard": (ValueError, "workers [1] have no gradient"),
     "other gradient": (ValueError, "tessel.register_parallel_dim"),
@@ -903,3 +904,34 @@ def test_a_step_is_left_out_by_all_or_by_none(
 ) -> None:
     for found in run(scale_losses, size, fused, unscaled, nprocs=nprocs):
         assert found == [(4.0, False), (2.0, False), (2.0, True)]
+
+
+def scale_on_some(fused: bool) -> tuple[Any, ...]:
+    """A worker whose optimizer has no gradient, where others have some, and where none has."""
+    rank = tessel.world().rank
+    layer = ParallelLinear(4, 9, dim=-1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=fused)
+    scaler = ParallelGradScaler("cpu", init_scale=8.0, growth_interval=1)
+    found: list[Any] = []
+    for value in (1.0, INF):
+        optimizer.zero_grad()
+        scaler.scale(torch.ones(()))  # from which the scaler knows its device
+        if rank == 0:
+            layer.weight.grad = torch.full_like(layer.weight, value)
+        before = layer.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        found += [
+            scaler.get_scale(),
+            torch.equal(before, layer.weight) == (rank != 0 or value == INF),
+        ]
+    optimizer.zero_grad()
+    error = raised(lambda: scaler.step(optimizer))
+    return *found, None if error is None else error[0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_worker_without_gradients_scales_with_the_others(run: Run, fused: bool) -> None:
+    for found in run(scale_on_some, fused, nprocs=2):
+        # torch refuses a step without any gradient, but not one that is fused
+        assert found == (16.0, True, 8.0, True, None if fused else AssertionError)

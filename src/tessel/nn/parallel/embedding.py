@@ -38,7 +38,7 @@ from tessel.nn.parallel.agreed import (
 )
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
-from tessel.nn.parallel.sharded import ShardedLayer
+from tessel.nn.parallel.sharded import ShardedLayer, refused
 from tessel.primitives.shard_layouts import shard_layout
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
@@ -226,7 +226,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         if _weight is not None:
             kind = f"shape {tuple(_weight.shape)} and {_weight.dtype} on {_weight.device.type}"
             call = f"{call}, of a table of {kind}"
-        agree(row, call)
+        agree(row, f"{call}{refused(device, dtype)}")
         check_dim(dim, "ParallelEmbedding")
         # torch's layer gets a table without memory: it draws nothing, and the whole one is not
         # needed
@@ -419,7 +419,6 @@ def parallel_embedding(
     >>> tessel.nn.functional.parallel_embedding(ids, torch.rand(10, 3), dim=0).shape
     torch.Size([2, 4, 3])
     """
-    check_dim(dim, "parallel_embedding")
     settings = EmbeddingOptions(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     # A plain weight may be computed from a shard. With `dim` that does not matter; otherwise it
     # would be mistaken for the whole table.
@@ -428,6 +427,9 @@ def parallel_embedding(
         partition = partition or state.partition
         dim = state.dim if dim is None else dim
     row, is_whole = row_of(partition), dim is None and state is None
+    if not _is_dim(dim):
+        agree(row, f"parallel_embedding(dim={dim!r}) over {row}")  # on which others differ
+        check_dim(dim, "parallel_embedding")
     if is_whole and num_embeddings not in (None, weight.shape[0]):
         raise ValueError(
             f"parallel_embedding: with dim=None the weight is the whole table, of "
@@ -462,5 +464,9 @@ def _looked_up(
 
 def check_dim(dim: int | None, label: str) -> None:
     """Raise ValueError unless `dim` is None, 0, 1 or -1."""
-    if dim not in DIMS or isinstance(dim, bool | float):
+    if not _is_dim(dim):
         raise ValueError(f"{label}: dim must be None, 0, 1 or -1, got {dim!r}")
+
+
+def _is_dim(dim: Any) -> bool:
+    return not isinstance(dim, bool | float | Tensor) and dim in DIMS

@@ -34,7 +34,7 @@ from tessel.nn.layer import needs_of, refuse_wrapped
 from tessel.nn.parallel.agreed import check_parts, check_sharding, in_mode_of, misfit
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
-from tessel.nn.parallel.sharded import ShardedLayer
+from tessel.nn.parallel.sharded import ShardedLayer, refused
 from tessel.primitives.shard_layouts import layout_of_shards, shard_layout
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import opened
@@ -324,7 +324,8 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         row = row_of(partition)
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
         # first agree on the arguments, then check them: so all workers raise, or none
-        agree(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
+        kind = torch.get_default_dtype() if dtype is None else dtype
+        agree(row, f"{name} over {row}, of {kind}{refused(device, dtype)}")
         checked_dim(dim, name)
         if dim is None:
             self.partition = row  # which torch's layer needs when it draws its values

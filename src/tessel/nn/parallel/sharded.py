@@ -120,6 +120,19 @@ class ShardedLayer(HasHandle, torch.nn.Module):
         return f"{super().extra_repr()}, dim={self.dim}"
 
 
+def refused(device: torch.device | str | None, dtype: torch.dtype | None) -> str:
+    """Why this worker can make no such parameters, for the text of an agreement."""
+    try:
+        torch.empty(0, device=device, dtype=dtype)
+    except (
+        RuntimeError,
+        TypeError,
+        AssertionError,
+    ) as error:  # as torch has it for missing devices
+        return f", refused: {error}"
+    return ""
+
+
 @constant_in_graphs
 def _make_plain(handle: str) -> bool:
     layer = object_of(handle)
