@@ -73,8 +73,14 @@ operator("_softmax")(lambda x, dim, widens: x.softmax(dim, torch.float32 if wide
 operator("_log_softmax")(
     lambda x, dim, widens: x.log_softmax(dim, torch.float32 if widens else None)
 )
-operator("embedding")(  # the other arguments only affect gradients
-    lambda weight, indices, *of_gradients: F.embedding(indices, weight)
+operator("embedding")(
+    lambda weight, indices, padding=-1, by_count=False, sparse=False: F.embedding(
+        indices,
+        weight,
+        padding if padding >= 0 else None,
+        scale_grad_by_freq=by_count,
+        sparse=sparse,
+    )
 )
 operator("max_pool2d_with_indices")(
     lambda x, size, stride=(), *rest: F.max_pool2d_with_indices(x, size, stride or None, *rest)
