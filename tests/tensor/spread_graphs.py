@@ -198,7 +198,7 @@ SPARSE = {
     "sparse products in half precision": Case(
         autocast_product, ((NODES, FEATURES),), derives=False
     ),
-    "sparse products with other reductions": Case(
+    "other reductions by sparse matrices": Case(
         lambda x: tuple(
             torch.sparse.mm(adjacency(4, NODES, "to_sparse_csr"), x.detach(), reduction)
             for reduction in ("sum", "mean", "amax")
@@ -207,7 +207,7 @@ SPARSE = {
         derives=False,
         may_gather=True,
     ),
-    "sparse products with a gradient of the matrix": Case(
+    "gradients of sparse matrices": Case(
         lambda x, w: torch.sparse.mm((w * (w > 0)).to_sparse(), x),
         ((NODES, FEATURES), (4, NODES)),
         order=1,
