@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from parity import values
@@ -168,6 +169,11 @@ def products(x: Tensor, kind: str) -> tuple[Tensor, ...]:
     return square @ x, torch.sparse.mm(wide, x), torch.spmm(square, x), added, x.mT @ square
 
 
+def autocast_product(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return adjacency(4, NODES).float() @ x.float()
+
+
 SPARSE = {
     f"sparse products {kind}": Case(
         lambda x, kind=kind: products(x, kind), ((NODES, FEATURES),), order=1
@@ -184,7 +190,24 @@ SPARSE = {
         ((NODES,),),
         order=1,
     ),
-    "sparse products with a gradient of the matrix": Case(
+    "sparse weights": Case(
+        lambda x: F.linear(x, adjacency(4, FEATURES)),
+        ((NODES, FEATURES),),
+        order=1,
+    ),
+    "sparse products in half precision": Case(
+        autocast_product, ((NODES, FEATURES),), derives=False
+    ),
+    "other reductions by sparse matrices": Case(
+        lambda x: tuple(
+            torch.sparse.mm(adjacency(4, NODES, "to_sparse_csr"), x.detach(), reduction)
+            for reduction in ("sum", "mean", "amax")
+        ),
+        ((NODES, FEATURES),),
+        derives=False,
+        may_gather=True,
+    ),
+    "gradients of sparse matrices": Case(
         lambda x, w: torch.sparse.mm((w * (w > 0)).to_sparse(), x),
         ((NODES, FEATURES), (4, NODES)),
         order=1,

@@ -137,7 +137,10 @@ MATRICES = {
     ),
     "inverse": once(lambda a: (torch.inverse(a), a.det(), a.slogdet()[1]), M, **LOOSE),
     "cartesian_prod": once(lambda a, b: torch.cartesian_prod(a, b), (4,), (5,)),
-    "pdist": once(lambda x: (F.pdist(x), F.pdist(x, 1)), (6, 4), order=1),
+    "pdist": once(lambda x: (F.pdist(x), F.pdist(x, 1), F.pdist(x[:1].detach())), (6, 4), order=1),
+    "pdist of rows that are close together": once(
+        lambda x: F.pdist(1e3 + 1e-4 * x), (30, 4), order=1, tolerance=1e-9
+    ),
     "vander": once(
         lambda x: (
             torch.vander(x.detach()),
@@ -159,6 +162,7 @@ DIFFERENCES = {
             torch.trapezoid(y=x, x=COORDINATES, dim=1),
             torch.trapz(x[:, :, :1]),
             torch.trapezoid(x[:, :0], dim=1),
+            torch.trapezoid(x[:, :0].detach().int(), dim=1),
         )
     ),
     "trapezoid with spread coordinates": once(
@@ -187,6 +191,9 @@ DIFFERENCES = {
             *torch.gradient(x[:, :2], dim=1),
         )
     ),
+    "gradient with a tensor as spacing": gathers(
+        lambda x: torch.gradient(x, spacing=torch.tensor(2.0), dim=1)
+    ),
 }
 
 WINDOW = torch.tensor([0.1, 0.4, 0.9, 0.9, 0.4, 0.1], dtype=torch.float64)
@@ -211,6 +218,21 @@ SIGNALS = {
             stft(x[0], 6, window=WINDOW, onesided=False, pad_mode="constant"),
             quiet(stft)(x, 5),
             quiet(torch.stft)(x, 6, window=WINDOW, return_complex=False),
+        ),
+        (3, 30),
+    ),
+    "stft of complex values": once(
+        lambda x: (
+            quiet(torch.stft)(torch.complex(x[0], x[1]), 6, window=WINDOW).abs(),
+            quiet(torch.stft)(x[0], 6, window=WINDOW + 1j).abs(),
+            quiet(torch.stft)(torch.complex(x[0], x[1]), 6, return_complex=False),
+        ),
+        (2, 3, 30),
+    ),
+    "stft by operators": once(
+        lambda x: (
+            torch.ops.aten.stft.default(x, 6, 2, 6, WINDOW, True, None, True),
+            torch.ops.aten.stft.center(x, 6, 2, 6, WINDOW, False, "constant", return_complex=True),
         ),
         (3, 30),
     ),

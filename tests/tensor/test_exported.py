@@ -5,7 +5,7 @@ Tests `tensor/aten.py`, `tensor/call.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -80,6 +80,11 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
         F.affine_grid(x[:, 0, :2, :3], [2, 1, 3, 3], align_corners=True),
         F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True),
     ),
+    "rows": lambda x, y: F.embedding(LABELS, x[0, 0], padding_idx=1),
+    "short-time transforms": lambda x, y: (
+        torch.view_as_real(torch.stft(x[0, 0], 4, 1, normalized=True, return_complex=True)),
+        torch.istft(torch.complex(x, y)[0, :, :3], 4, 1),
+    ),
     "one-hot": lambda x, y: F.one_hot((x > 0).long(), 2),
 }
 
@@ -93,11 +98,22 @@ class Calls(nn.Module):
         return tuple(tree_leaves(FUNCTIONS[self.name](x, y)))
 
 
+def gradient(results: Sequence[Tensor], x: Tensor) -> Any:
+    """Of the sum of all squares; None if nothing depends on x."""
+    squares = [each.square().sum() for each in results if each.requires_grad]
+    return torch.autograd.grad(sum(squares), x)[0] if squares else None
+
+
 def check_graph(name: str) -> list[str]:
-    """What a graph gathers where the function itself does not; values are those of one process."""
+    """What a graph gathers where the function itself does not.
+
+    Values and gradients are those of one process.
+    """
     x, y = values(SHAPE, 1), values(SHAPE, 2)
     graph: Any = torch.export.export(Calls(name), (x, y)).module()
-    expected = Calls(name)(x, y)
+    leaf = x.clone().requires_grad_()
+    expected = Calls(name)(leaf, y)
+    derived = gradient(expected, leaf)
     found = []
     for dim in (0, 2):
         sizes = [1] * 4
@@ -113,6 +129,11 @@ def check_graph(name: str) -> list[str]:
             if ours.dtype == torch.bool:
                 ours, theirs = ours.long(), theirs.long()
             close(f"{name} {number}", ours.full(), theirs, 1e-11)
+        root = tessel.spread(x, P).requires_grad_()
+        ours = gradient(graph(root, spread[1]), root)
+        assert (ours is None) == (derived is None)
+        if ours is not None and derived is not None:
+            close(f"{name}: gradient", ours.full(), derived, 1e-10)
         if len(gathers) > len(known):
             found += [each.name for each in gathers]
     return found

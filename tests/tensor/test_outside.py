@@ -107,6 +107,7 @@ BY_VALUES |= {
     "nanquantile",
     "checks of distributions",
     "arrays of indices",  # one of them is a mask
+    "gradient with a tensor as spacing",
     "truth values that are written to",
     "a number that is written to where it is large",
 }

@@ -212,6 +212,16 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         NotImplementedError,
         "sparse",
     ),
+    "an outer product with a sparse matrix": (
+        lambda: torch.outer(reals(6), torch.eye(6).double().to_sparse()),
+        RuntimeError,
+        "Expected 1-D",
+    ),
+    "sparse matrix of booleans, of which some workers have none": (
+        lambda: torch.eye(6)[:, :1].bool().to_sparse() @ split(torch.ones(1, 2).bool()),
+        NotImplementedError,
+        "Bool",
+    ),
     "one_hot": (lambda: F.one_hot(last_is(5), 4), RuntimeError, "smaller"),
     "one_hot of negative": (lambda: F.one_hot(last_is(-1)), RuntimeError, "non-negative"),
     "a mask of another length beside indices": (

@@ -73,8 +73,14 @@ operator("_softmax")(lambda x, dim, widens: x.softmax(dim, torch.float32 if wide
 operator("_log_softmax")(
     lambda x, dim, widens: x.log_softmax(dim, torch.float32 if widens else None)
 )
-operator("embedding")(  # the other arguments only affect gradients
-    lambda weight, indices, *of_gradients: F.embedding(indices, weight)
+operator("embedding")(
+    lambda weight, indices, padding=-1, by_count=False, sparse=False: F.embedding(
+        indices,
+        weight,
+        padding if padding >= 0 else None,
+        scale_grad_by_freq=by_count,
+        sparse=sparse,
+    )
 )
 operator("max_pool2d_with_indices")(
     lambda x, size, stride=(), *rest: F.max_pool2d_with_indices(x, size, stride or None, *rest)
@@ -110,7 +116,24 @@ operator("sym_numel")(lambda x: x.numel())
 operator("einsum")(lambda equation, tensors, *, path=None: torch.einsum(equation, *tensors))
 operator("tensordot")(lambda x, y, dims, others: torch.tensordot(x, y, (dims, others)))
 operator("nonzero_numpy")(lambda x: x.nonzero(as_tuple=True))
+operator("stft.center")(torch.stft)
 operator("affine_grid_generator")(lambda x, size, align: F.affine_grid(x, size, align))
+
+
+@operator("stft")
+def uncentered_stft(
+    x: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """As torch.stft calls it, after padding: without `center` and `pad_mode`."""
+    names = ("normalized", "onesided", "return_complex", "align_to_window")
+    settings = {**dict(zip(names, args, strict=False)), **named}
+    return torch.stft(x, n_fft, hop_length, win_length, window, center=False, **settings)
 
 
 def of_several(*names: str) -> None:

@@ -27,6 +27,7 @@ from tessel.core.partition import Outline, Partition
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.aliases import become, note_view
 from tessel.tensor.rules.pointwise import is_in_place, new_layout
+from tessel.tensor.rules.sparse import is_sparse
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -125,6 +126,11 @@ def _anchor(*values: Any) -> torch.Tensor:
                     "with a tensor on other workers, and would get no gradient here; move it "
                     "there as a spread tensor: x.move_to(...)"
                 )
-        found.append(open_plain(value).reshape(-1)[:0])
+        plain = open_plain(value)
+        if is_sparse(plain):  # it has no view without values, and all of it may be too large
+            if not plain.requires_grad:
+                continue
+            plain = plain.to_dense()
+        found.append(plain.reshape(-1)[:0])
     real = [each for each in found if each.is_floating_point() or each.is_complex()]
     return anchored_zeros((0,), *real) if real else torch.empty(0)

@@ -68,6 +68,7 @@ REFUSED: tuple[Function, ...] = (
     lambda x: torch.istft(torch.complex(x, x), 6, hop_length=9, window=torch.ones(6)),
     lambda x: torch.istft(torch.complex(x, x), 9, window=torch.ones(9)),  # frequencies are missing
     lambda x: torch.istft(torch.complex(x, x), 6, center=False, window=torch.zeros(6)),
+    lambda x: torch.istft(torch.complex(x, x), 6, length=0, window=torch.ones(6)),
 )
 
 

@@ -35,6 +35,8 @@ def gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x, spacing, dims = args[0], kwargs.get("spacing"), kwargs.get("dim")
     if not (x.is_floating_point() or x.is_complex()):
         raise unsupported(name, f"values of {x.dtype} are not supported", x._layout)
+    if isinstance(spacing, Tensor):  # one of a list has the coordinates
+        raise unsupported(name, "a tensor as spacing is not supported", x._layout)
     outlines(func, args, kwargs)  # torch's own error
     dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     if not isinstance(spacing, list | tuple):
@@ -81,11 +83,11 @@ def _slope(x: Tensor, dim: int, spacing: Any, edge_order: int) -> Tensor:
 def trapezoid(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The integral of a line through adjacent values."""
     y, dim, widths = _integrand(name, func, args, kwargs)
+    if not y.shape[dim]:
+        return y.sum(dim, dtype=y.dtype)
     if isinstance(widths, Tensor):
         left, right = _neighbours(y, dim)
         return ((left + right) * widths).sum(dim) / 2
-    if not y.shape[dim]:
-        return y.sum(dim) * widths
     return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * widths
 
 

@@ -445,6 +445,9 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
     x, weight, bias = args[0], given["weight"], given.get("bias")
     layout = x._layout
+    if is_sparse(weight):
+        y = sparse_product("mm", x, weight.mT)
+        return y if bias is None else y + bias
     last = len(layout.shape) - 1
     if _is_split(weight) or _is_split(bias):
         of_weight = _shape(weight)

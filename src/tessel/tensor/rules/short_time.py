@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import reduce
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ _GIVEN: Settings = {
 def stft(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The transforms of overlapping windows of a signal, one in each column."""
     rest = {"pad_mode": "reflect", "normalized": False, "onesided": None, "return_complex": None}
+    x = args[0]
+    if not isinstance(func, FunctionType):
+        why = "only torch.stft is supported, and torch's operator has other arguments"
+        raise unsupported(name, why, x._layout)
     given = named(args, kwargs, **_GIVEN, **rest, align_to_window=None)
-    x, n, window = args[0], given["n_fft"], _padded(given, args[0])
+    n, window = given["n_fft"], _padded(given, x)
     if given["align_to_window"] is not None:
         raise unsupported(name, "align_to_window is not supported", x._layout)
     outlines(func, args, kwargs)  # torch's own error
@@ -39,7 +44,9 @@ def stft(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     else:
         found = torch.fft.fft(frames, norm=norm)
     found = found.mT
-    return found if given["return_complex"] else torch.view_as_real(found)
+    # without a choice, torch has refused real values
+    is_complex = given["return_complex"] in (None, True)
+    return found if is_complex else torch.view_as_real(found)
 
 
 @rule("istft")
@@ -66,6 +73,8 @@ def istft(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     stop = start + length if length is not None else total - start
     here = slice(start, min(stop, total))
     y, weight = y[..., here], weight[0, here]
+    if not weight.numel():
+        raise RuntimeError(f"istft: a signal of length {length} has no values")
     if holds_anywhere(weight.abs() < 1e-11):
         raise RuntimeError(f"istft({list(x.shape)}) window overlap add min: 1")
     y = y / weight

@@ -20,7 +20,9 @@ from tessel.tensor.rules.rows import has_rows
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    as_autocast,
     check_dtypes,
+    check_fits,
     held_layouts,
     made,
     opened,
@@ -37,15 +39,26 @@ def is_sparse(value: Any) -> bool:
     return is_plain and value.layout != torch.strided
 
 
+# functions that multiply by a sparse matrix, and the dimensions of their other operand
+_DIMS = {"matmul": (1, 2), "__matmul__": (1, 2), "mv": (1,)} | dict.fromkeys(
+    ("mm", "_sparse_mm", "spmm", "dsmm", "_sparse_addmm"), (2,)
+)
+
+
 @rule("_sparse_mm", "spmm", "dsmm", plain=True)
 def multiply_sparse(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    if args[2:] or kwargs.keys() - {"mat2"}:
+        raise unsupported(name, "other reductions are not supported", *held_layouts(args, kwargs))
     return sparse_product(name, args[0], argument(args, kwargs, 1, "mat2"))
 
 
 @rule("_sparse_addmm", plain=True)
 def add_sparse_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """β · input + α · A @ x."""
-    found = kwargs.get("alpha", 1) * sparse_product(name, *args[1:3])
+    product = sparse_product(name, *args[1:3])
+    check_fits(tuple(product.shape), tuple(args[0].shape))
+    check_dtypes(product, args[0], None)
+    found = kwargs.get("alpha", 1) * product
     beta = kwargs.get("beta", 1)
     return found if beta == 0 else beta * args[0] + found
 
@@ -58,24 +71,28 @@ def sparse_product(name: str, a: Any, b: Any) -> Any:
         a: the left operand.
         b: the right operand.
     """
-    matrix, x = (b, a) if is_sparse(b) else (a, b)
-    if not is_sparse(matrix) or is_sparse(x) or matrix.dim() != 2 or x.dim() not in (1, 2):
+    is_right = is_sparse(b)
+    matrix, x = (b, a) if is_right else (a, b)
+    if (
+        not (is_sparse(matrix) and isinstance(x, SpreadTensor))
+        or matrix.dim() != 2
+        or matrix.dense_dim()
+        or x.dim() not in _DIMS.get(name, ())
+    ):
         why = "a sparse matrix and a spread matrix or vector are needed"
         raise unsupported(name, why, *held_layouts(a, b))
-    if is_sparse(b):
-        if a.dim() == 1:
-            return sparse_product(name, b.mT, a)
-        return sparse_product(name, b.mT, a.mT).mT
-    if a.requires_grad and torch.is_grad_enabled():
+    if matrix.requires_grad and torch.is_grad_enabled():
         why = "the gradient of a sparse matrix needs all rows"
-        raise unsupported(name, why, *held_layouts(b))
-    if a.shape[1] != b.shape[0]:
+        raise unsupported(name, why, *held_layouts(x))
+    if a.shape[-1] != b.shape[0]:
         raise RuntimeError(
             f"`{name}`: tensors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit"
         )
-    if b.dim() == 1:
-        return sparse_product(name, a, b.unsqueeze(1)).squeeze(1)
-    return _multiplied(a, b)
+    if is_right:
+        matrix = matrix.mT
+    if x.dim() == 1:
+        return _multiplied(matrix, x.unsqueeze(1)).squeeze(1)
+    return _multiplied(matrix, x.mT).mT if is_right else _multiplied(matrix, x)
 
 
 def _multiplied(a: Tensor, x: SpreadTensor) -> SpreadTensor:
@@ -92,7 +109,7 @@ def _multiplied(a: Tensor, x: SpreadTensor) -> SpreadTensor:
     entries = a.detach().to_sparse_coo().coalesce()
     check_dtypes(part, entries.values(), None)
     if outlining.get():  # no rows come here
-        return made(anchored_zeros(target.local_shape, part), target)
+        return made(as_autocast(anchored_zeros(target.local_shape, part)), target)
     row, column = entries.indices()
     reader = owners(row, targets.intervals)
     exchange, read = RowExchange.known(layout.partition, rows, reader, column, distinct=True)
@@ -101,9 +118,19 @@ def _multiplied(a: Tensor, x: SpreadTensor) -> SpreadTensor:
     start, stop = targets.intervals[place]
     mine = reader == place
     if stop == start or not table.numel():
-        return made(anchored_zeros(target.local_shape, table), target)
+        if entries.values().numel() and 0 not in target.shape:
+            _try_dtypes(entries.values(), table)
+        return made(as_autocast(anchored_zeros(target.local_shape, table)), target)
     here = torch.stack([row[mine] - start, torch.searchsorted(read, column[mine])])
     matrix = torch.sparse_coo_tensor(
         here, entries.values()[mine], (stop - start, len(read)), is_coalesced=True
     )
     return made(torch.sparse.mm(matrix, table), target)
+
+
+@torch.no_grad()
+def _try_dtypes(entries: Tensor, table: Tensor) -> None:
+    """Raise what torch raises of dtypes where there are values, as only other workers may have."""
+    place = torch.zeros(2, 1, dtype=torch.int64, device=entries.device)
+    one = torch.sparse_coo_tensor(place, entries.new_ones(1), (1, 1))
+    torch.sparse.mm(one, table.new_ones(1, 1))
