@@ -262,8 +262,11 @@ class ModelConversion:
         for module in model.modules():
             own = module.__dict__.get("forward")
             # converted for other workers
-            elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
-            elsewhere = elsewhere and not _is_of_another(own, module)
+            elsewhere = (
+                isinstance(own, Entrance)
+                and own.conversion.P_x != self.P_x
+                and not _is_of_another(own, module)
+            )
             # DDP takes and returns parts: it traverses the graph of its output
             is_called_otherwise = isinstance(module, Layer | DistributedDataParallel)
             if is_called_otherwise or elsewhere or id(module) in of_weights:
@@ -874,7 +877,7 @@ def _called_module(frame: FrameType | None) -> nn.Module | None:
     if frame is not None and frame.f_code.co_filename == _CALL.co_filename:
         frame = frame if frame.f_code is _CALL else frame.f_back
         if frame is not None and frame.f_code is _CALL:
-            return frame.f_locals["self"]  # type: ignore[no-any-return]
+            return frame.f_locals["self"]
     return None
 
 
