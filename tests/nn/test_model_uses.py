@@ -697,3 +697,69 @@ def test_a_lightning_trainer(run: Run, nprocs: int) -> None:
     pytest.importorskip("lightning")
     found = run(train_with_lightning, nprocs=nprocs, timeout=100)
     assert max(map(max, found)) < 1e-9
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Borrower(nn.Module):
+    """Calls a method of a module that it may not contain."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.forward = module.forward
+
+
+def copy_attributes(model: Any) -> Any:
+    """A copy without `__deepcopy__`, with a first weight of its own, as replicas have."""
+    other = model._replicate_for_data_parallel()
+    other._parameters = dict(model._parameters)
+    other._modules = {name: copy_attributes(each) for name, each in model._modules.items()}
+    return other
+
+
+def use_copies() -> list[float]:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1)
+    alone = nn.Sequential(*layers).double()
+    spread = converted(copy.deepcopy(alone))
+    assert isinstance(alone, nn.Sequential) and isinstance(spread, nn.Sequential)
+    x, results = values(SHAPE, 1), []
+    for model, part in ((alone, x), (spread, own(x))):
+        y: list[Tensor] = []
+        shallow = copy.copy(model[0])
+        shallow._parameters = {
+            n: nn.Parameter(2 * p.detach()) for n, p in shallow._parameters.items()
+        }
+        whole = copy_attributes(model)
+        whole[0]._parameters["weight"] = nn.Parameter(3 * model[0].weight.detach())
+        inner = copy.copy(model[2])
+        inner.bias = inner.bias
+        hooked = copy.copy(shallow)
+        hooked._forward_hooks = OrderedDict()
+        hooked.register_forward_hook(lambda module, args, result: 5 * result)
+        for called in (shallow, whole, hooked, Borrower(model), nn.Sequential(model[0], inner)):
+            for _ in range(2):
+                y.append(called(part))
+                (y[-1] ** 2).sum().backward()
+        held = [*model.parameters(), *shallow.parameters(), whole[0].weight]
+        results.append((y, [p.grad for p in held]))
+    (expected, grads), (found, others) = results
+    differing = Doubled(3, 4, 3, padding=1)
+    differing.__dict__.update(spread[0].__dict__)
+    with pytest.raises(
+        NotImplementedError, match="Doubled has all attributes of a converted Conv2d"
+    ):
+        differing(own(x))
+    errors = [
+        float((own(a) - b).abs().max()) if b.numel() else 0.0
+        for a, b in zip(expected, found, strict=True)
+    ]
+    return errors + [float((a - b).abs().max()) for a, b in zip(grads, others, strict=True)]
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_a_copy_of_all_attributes_computes_with_its_own_parameters(run: Run, nprocs: int) -> None:
+    assert max(map(max, run(use_copies, nprocs=nprocs))) < GROWN  # of gradients of hundreds

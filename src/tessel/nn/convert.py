@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, zip_longest
 from operator import call, is_
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -262,7 +262,11 @@ class ModelConversion:
         for module in model.modules():
             own = module.__dict__.get("forward")
             # converted for other workers
-            elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
+            elsewhere = (
+                isinstance(own, Entrance)
+                and own.conversion.P_x != self.P_x
+                and not _is_of_another(own, module)
+            )
             # DDP takes and returns parts: it traverses the graph of its output
             is_called_otherwise = isinstance(module, Layer | DistributedDataParallel)
             if is_called_otherwise or elsewhere or id(module) in of_weights:
@@ -415,7 +419,10 @@ class Contents:
         found = [
             module
             for module in self._held
-            if type(module.__dict__.get("forward")) is not Entrance
+            if (
+                type(own := module.__dict__.get("forward")) is not Entrance
+                or _is_of_another(own, module)
+            )
             and not isinstance(module, Layer | DistributedDataParallel)
         ]
         of_weights = _modules_of_weights(found) if found else ()
@@ -540,6 +547,17 @@ class Entrance(HasHandle):
         is_inside = inside is not None and inside == (self.conversion, _active_ddp())
         if is_inside and not any(map(is_spread, _tensors_given(args, kwargs))):
             return self.forward(*args, **kwargs)
+        called = _called_module(sys._getframe(1))
+        if called is not None and _is_of_another(self, called):
+            if type(called) is not type(self.module):
+                raise NotImplementedError(
+                    f"{type(called).__name__} has all attributes of a converted "
+                    f"{type(self.module).__name__}, among them its methods, which would be called "
+                    "in place of its own (as in monkeypatch of higher): copy attributes before "
+                    "distribute_module, or leave the model as it is and pass spread tensors"
+                )
+            self.conversion.enter(called)
+            return called.__dict__[self.name](*args, **kwargs)
         return self.from_outside(*args, **kwargs)
 
     def from_inside(self, *args: Any, **kwargs: Any) -> Any:
@@ -579,6 +597,8 @@ class Entrance(HasHandle):
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
         if P_x.size == 1 and not spread:
+            if not is_traced() and contents.unentered:
+                self.conversion.enter(self.module)
             with setting(alone, (self.conversion, _active_ddp())):
                 return self.forward(*args, **kwargs)
         if not spread and in_users_backward() and any(x.dim() == P_x.dim for x in given):
@@ -850,6 +870,29 @@ def _check_untraced(module: nn.Module, arguments: Any) -> None:
             "P_x); the same holds for torchvision's create_feature_extractor, torch.export and "
             "torch.jit"
         )
+
+
+def _called_module(frame: FrameType | None) -> nn.Module | None:
+    """The module in whose `__call__` a frame is; with hooks, torch calls `forward` in a closure."""
+    if frame is not None and frame.f_code.co_filename == _CALL.co_filename:
+        frame = frame if frame.f_code is _CALL else frame.f_back
+        if frame is not None and frame.f_code is _CALL:
+            return frame.f_locals["self"]
+    return None
+
+
+def _is_of_another(entrance: Entrance, module: nn.Module) -> bool:
+    """Whether a module got its entrance with all attributes of another, as from `copy.copy`.
+
+    It would compute with the parameters of that one. A wrapper of another class, or around that
+    module, may have taken its method as its own.
+    """
+    original = entrance.module
+    return (
+        module is not original
+        and isinstance(module, type(original))
+        and all(each is not original for each in module.modules())
+    )
 
 
 def _keep_entrances(graph: GraphModule) -> None:

@@ -35,8 +35,6 @@ def gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x, spacing, dims = args[0], kwargs.get("spacing"), kwargs.get("dim")
     if not (x.is_floating_point() or x.is_complex()):
         raise unsupported(name, f"values of {x.dtype} are not supported", x._layout)
-    if isinstance(spacing, Tensor):  # one of a list has the coordinates
-        raise unsupported(name, "a tensor as spacing is not supported", x._layout)
     outlines(func, args, kwargs)  # torch's own error
     dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     if not isinstance(spacing, list | tuple):
