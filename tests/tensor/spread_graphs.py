@@ -175,9 +175,7 @@ def autocast_product(x: Tensor) -> Tensor:
 
 
 SPARSE = {
-    f"sparse products {kind}": Case(
-        lambda x, kind=kind: products(x, kind), ((NODES, FEATURES),), order=1
-    )
+    f"sparse products {kind}": Case(lambda x, kind=kind: products(x, kind), ((NODES, FEATURES),))
     for kind in ("to_sparse", "to_sparse_csr")
 } | {
     "sparse products of vectors": Case(
@@ -188,12 +186,10 @@ SPARSE = {
             torch.mv(torch.zeros(3, NODES).double().to_sparse(), x),
         ),
         ((NODES,),),
-        order=1,
     ),
     "sparse weights": Case(
         lambda x: F.linear(x, adjacency(4, FEATURES)),
         ((NODES, FEATURES),),
-        order=1,
     ),
     "sparse products in half precision": Case(
         autocast_product, ((NODES, FEATURES),), derives=False
@@ -210,7 +206,6 @@ SPARSE = {
     "gradients of sparse matrices": Case(
         lambda x, w: torch.sparse.mm((w * (w > 0)).to_sparse(), x),
         ((NODES, FEATURES), (4, NODES)),
-        order=1,
         plain_others=True,
         may_gather=True,
     ),

@@ -158,7 +158,7 @@ DIFFERENCES = {
     "trapezoid": once(
         lambda x: (
             torch.trapezoid(x),
-            torch.trapezoid(x, dx=torch.tensor(0.5), dim=0),
+            torch.trapezoid(x, dx=0.5, dim=0),
             torch.trapezoid(y=x, x=COORDINATES, dim=1),
             torch.trapz(x[:, :, :1]),
             torch.trapezoid(x[:, :0], dim=1),
@@ -184,7 +184,7 @@ DIFFERENCES = {
     "gradient": once(
         lambda x: (
             *torch.gradient(x),
-            *torch.gradient(x, spacing=torch.tensor(0.5), dim=1, edge_order=2),
+            *torch.gradient(x, spacing=0.5, dim=1, edge_order=2),
             *torch.gradient(x, spacing=[0.5, 2.0], dim=(0, -1)),
             *torch.gradient(x, spacing=(COORDINATES[:4], COORDINATES), dim=(0, 1)),
             *torch.gradient(x, spacing=(COORDINATES,), dim=1, edge_order=2),

@@ -94,3 +94,18 @@ def test_what_torch_refuses_raises_on_all_workers(run: Run) -> None:
     for found in run(refused, nprocs=3):
         for number, (theirs, ours) in enumerate(found):
             assert theirs != "nothing" and ours == theirs, (number, theirs, ours)
+
+
+def numbers_without_dimensions() -> None:
+    P = tessel.world()
+    plain, half = values((4, 9), 1), torch.tensor(0.5)
+    x = tessel.spread(plain, P.create_cartesian_topology_partition([1, P.size]))
+    for does in (
+        lambda x: torch.gradient(x, spacing=half, dim=1)[0],
+        lambda x: torch.trapezoid(x, dx=half),
+    ):
+        assert torch.allclose(does(x).full(), does(plain), 1e-13, 1e-13)
+
+
+def test_numbers_may_be_tensors_without_dimensions(run: Run) -> None:
+    run(numbers_without_dimensions, nprocs=3)

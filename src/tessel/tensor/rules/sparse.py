@@ -41,11 +41,11 @@ def is_sparse(value: Any) -> bool:
 
 # functions that multiply by a sparse matrix, and the dimensions of their other operand
 _DIMS = {"matmul": (1, 2), "__matmul__": (1, 2), "mv": (1,)} | dict.fromkeys(
-    ("mm", "_sparse_mm", "spmm", "dsmm", "_sparse_addmm"), (2,)
+    ("mm", "_sparse_mm", "_sparse_addmm"), (2,)
 )
 
 
-@rule("_sparse_mm", "spmm", "dsmm", plain=True)
+@rule("_sparse_mm", plain=True)
 def multiply_sparse(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if args[2:] or kwargs.keys() - {"mat2"}:
         raise unsupported(name, "other reductions are not supported", *held_layouts(args, kwargs))
