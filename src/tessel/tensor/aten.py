@@ -136,14 +136,9 @@ def uncentered_stft(
     return torch.stft(x, n_fft, hop_length, win_length, window, center=False, **settings)
 
 
-def of_several(*names: str) -> None:
-    """Enter overloads that take a list of tensors where the function of their name takes many."""
-    for name in names:
-        function = getattr(torch, name)
-        operator(name)(lambda tensors, function=function: function(*tensors))
-
-
-of_several("block_diag", "broadcast_tensors", "cartesian_prod", "chain_matmul")
+# a list of tensors where the function of this name takes many
+for _name in ("block_diag", "broadcast_tensors", "cartesian_prod", "chain_matmul"):
+    operator(_name)(lambda tensors, name=_name: getattr(torch, name)(*tensors))
 
 
 @operator("_assert_tensor_metadata")
@@ -644,41 +639,33 @@ loss_of_elements("huber_loss", "delta")
 loss_of_elements("smooth_l1_loss", "beta")
 
 
-def loss_with_settings(function: AtenFunction, *overloads: str) -> None:
+def loss_with_settings(function: AtenFunction, name: str, overload: str = "default") -> None:
     """Enter a loss whose reduction is a number, the mean by default.
 
     Torch's own bindings of these operators have no reduction by default.
     """
+    found = getattr(getattr(torch.ops.aten, name), overload)
+    names = [each.name for each in found._schema.arguments]
 
-    def enter(overload: Any) -> None:
-        names = [each.name for each in overload._schema.arguments]
+    def loss(*args: Any, **named: Any) -> Any:
+        given = {"reduction": 1, **dict(zip(names, args, strict=False)), **named}
+        given["reduction"] = _REDUCTIONS[given["reduction"]]
+        if "self" in given:
+            given["input"] = given.pop("self")
+        return function(**given)
 
-        def loss(*args: Any, **named: Any) -> Any:
-            given = {"reduction": 1, **dict(zip(names, args, strict=False)), **named}
-            given["reduction"] = _REDUCTIONS[given["reduction"]]
-            if "self" in given:
-                given["input"] = given.pop("self")
-            return function(**given)
-
-        operator(overload.name().partition("::")[2])(loss)
-
-    for each in overloads:
-        name, _, kind = each.partition(".")
-        enter(getattr(getattr(torch.ops.aten, name), kind or "default"))
+    operator(found.name().partition("::")[2])(loss)
 
 
-loss_with_settings(F.l1_loss, "l1_loss")
-loss_with_settings(F.binary_cross_entropy, "binary_cross_entropy")
-loss_with_settings(F.binary_cross_entropy_with_logits, "binary_cross_entropy_with_logits")
-loss_with_settings(F.kl_div, "kl_div")
-loss_with_settings(F.poisson_nll_loss, "poisson_nll_loss")
-loss_with_settings(F.soft_margin_loss, "soft_margin_loss")
-loss_with_settings(F.hinge_embedding_loss, "hinge_embedding_loss")
-loss_with_settings(F.margin_ranking_loss, "margin_ranking_loss")
-loss_with_settings(F.cosine_embedding_loss, "cosine_embedding_loss")
-loss_with_settings(F.triplet_margin_loss, "triplet_margin_loss")
-loss_with_settings(F.multi_margin_loss, "multi_margin_loss")
-loss_with_settings(F.multilabel_margin_loss, "multilabel_margin_loss")
-loss_with_settings(F.nll_loss, "nll_loss", "nll_loss2d", "nll_loss_nd")
+for _name in (
+    *("l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
+    *("poisson_nll_loss", "soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss"),
+    *("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss"),
+    *("multilabel_margin_loss", "nll_loss"),
+):
+    loss_with_settings(getattr(F, _name), _name)
+for _name in ("nll_loss2d", "nll_loss_nd"):
+    loss_with_settings(F.nll_loss, _name)
 loss_with_settings(F.cross_entropy, "cross_entropy_loss")
-loss_with_settings(F.ctc_loss, "ctc_loss.IntList", "ctc_loss.Tensor")
+for _overload in ("IntList", "Tensor"):
+    loss_with_settings(F.ctc_loss, "ctc_loss", _overload)

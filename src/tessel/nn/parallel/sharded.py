@@ -124,11 +124,7 @@ def refused(device: torch.device | str | None, dtype: torch.dtype | None) -> str
     """Why this worker can make no such parameters, for the text of an agreement."""
     try:
         torch.empty(0, device=device, dtype=dtype)
-    except (
-        RuntimeError,
-        TypeError,
-        AssertionError,
-    ) as error:  # as torch has it for missing devices
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last one of missing devices
         return f", refused: {error}"
     return ""
 

@@ -9,10 +9,10 @@ import torch
 from tessel.core.boxes import consecutive
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
+from tessel.tensor.row_exchange import place_of
 from tessel.tensor.rules.reductions import argument, dims_of, mix_along
 from tessel.tensor.table import Arguments, Settings, computed, made, opened, rule, try_values
 from tessel.tensor.tensor import move
-from tessel.transport import this_worker
 
 
 @rule("cumsum", "cumprod")
@@ -58,6 +58,4 @@ def _totals_before(y: torch.Tensor, layout: Layout, dim: int, neutral: int) -> t
     each = layout.recut(dim, Cut(cut.axes, consecutive([1] * count)), count)
     # separate copies, of which each worker uses other totals: their gradients are summed
     totals = move(each, each.recut(dim, Cut.whole(count))).apply(last)
-    coordinates = layout.partition.coordinates(this_worker())
-    assert coordinates is not None  # workers without a part do not follow rules
-    return totals.narrow(dim, 0, layout.places(coordinates)[dim])
+    return totals.narrow(dim, 0, place_of(layout.partition, cut.axes))

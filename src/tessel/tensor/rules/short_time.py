@@ -14,9 +14,7 @@ from torch import Tensor
 from tessel.tensor.rules.batched import holds_anywhere
 from tessel.tensor.table import Arguments, Settings, named, outlines, rule, unsupported
 
-_GIVEN: Settings = {
-    **{"n_fft": 0, "hop_length": None, "win_length": None, "window": None, "center": True},
-}
+_GIVEN: Settings = dict(n_fft=0, hop_length=None, win_length=None, window=None, center=True)
 
 
 @rule("stft")
@@ -90,8 +88,7 @@ def istft(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def _check(func: Any, x: Tensor, given: Settings, hop: int) -> None:
     """Raise for arguments that torch rejects, which cannot tell them from shapes alone."""
-    n, window = given["n_fft"], given["window"]
-    length = n if given["win_length"] is None else given["win_length"]
+    n, window, length = given["n_fft"], given["window"], _length(given)
     if x.dim() not in (2, 3) or not x.numel():
         raise RuntimeError(
             f"istft: expected a tensor of shape (channels, frequencies, windows) or (frequencies, "
@@ -110,10 +107,15 @@ def _check(func: Any, x: Tensor, given: Settings, hop: int) -> None:
         )
 
 
+def _length(given: Settings) -> int:
+    """The length of a window."""
+    length: int | None = given["win_length"]
+    return given["n_fft"] if length is None else length
+
+
 def _padded(given: Settings, x: Tensor) -> Tensor | None:
     """The window, with zeros around it if it is shorter than a transform; None for ones."""
-    n, window = given["n_fft"], given["window"]
-    length = n if given["win_length"] is None else given["win_length"]
+    n, window, length = given["n_fft"], given["window"], _length(given)
     if length == n:
         return window
     if window is None:

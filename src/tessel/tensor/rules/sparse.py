@@ -96,6 +96,7 @@ def sparse_product(name: str, a: Any, b: Any) -> Any:
 
 
 def _multiplied(a: Tensor, x: SpreadTensor) -> SpreadTensor:
+    """A @ x: each worker multiplies its rows of the matrix with the rows of x that these read."""
     if not has_rows(x._layout, 0):
         x = x.move_to(x._layout.gathered((0,)))
     part, layout = opened(x)
@@ -119,7 +120,7 @@ def _multiplied(a: Tensor, x: SpreadTensor) -> SpreadTensor:
     mine = reader == place
     if stop == start or not table.numel():
         if entries.values().numel() and 0 not in target.shape:
-            _try_dtypes(entries.values(), table)
+            _check_dtypes_of_values(entries.values(), table)
         return made(as_autocast(anchored_zeros(target.local_shape, table)), target)
     here = torch.stack([row[mine] - start, torch.searchsorted(read, column[mine])])
     matrix = torch.sparse_coo_tensor(
@@ -129,7 +130,7 @@ def _multiplied(a: Tensor, x: SpreadTensor) -> SpreadTensor:
 
 
 @torch.no_grad()
-def _try_dtypes(entries: Tensor, table: Tensor) -> None:
+def _check_dtypes_of_values(entries: Tensor, table: Tensor) -> None:
     """Raise what torch raises of dtypes where there are values, as only other workers may have."""
     place = torch.zeros(2, 1, dtype=torch.int64, device=entries.device)
     one = torch.sparse_coo_tensor(place, entries.new_ones(1), (1, 1))
